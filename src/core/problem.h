@@ -1,0 +1,113 @@
+// A validated call in one normal form, the same for dense and packed tensors: what every kernel, the oracle
+// and explain read. Made by validate() only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/mask.h"
+#include "core/philox.h"
+#include "tessera/tessera.hpp"
+
+namespace tessera {
+
+// q, k, v, o and their gradients, lse and delta: element (b, s, h, c) lies at
+// b * batch + s * seq + h * head + c, where s counts from the start of the tensor (packed tensors have
+// batch == 0 and s = Sequence::q_begin + i).
+struct View {
+  void* data = nullptr;
+  DType dtype = DType::float32;
+  std::int64_t batch = 0, seq = 0, head = 0;
+
+  [[nodiscard]] bool given() const { return present; }
+  [[nodiscard]] std::int64_t offset(std::int64_t b, std::int64_t s, std::int64_t h) const {
+    return b * batch + s * seq + h * head;
+  }
+  bool present = false;
+};
+
+// bias and dbias: element (b, h, i, j), stride 0 where it is broadcast. extent is 1 there.
+struct BiasView {
+  void* data = nullptr;
+  DType dtype = DType::float32;
+  std::int64_t batch = 0, head = 0, row = 0, col = 0;
+  std::int64_t extent[4] = {1, 1, 1, 1};  // bias's own shape, as (b, h, i, j)
+  bool present = false;
+
+  [[nodiscard]] bool given() const { return present; }
+  [[nodiscard]] std::int64_t offset(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
+    return b * batch + h * head + i * row + j * col;
+  }
+};
+
+// One sequence of the batch. Rows q_begin + i with seqlen_q <= i < allocated_q, and keys likewise, are
+// padding: their outputs are written (o = 0, lse = -inf, gradients 0), their inputs are not read.
+struct Sequence {
+  std::int64_t q_begin = 0, k_begin = 0;
+  std::int64_t seqlen_q = 0, seqlen_k = 0;
+  std::int64_t allocated_q = 0, allocated_k = 0;
+};
+
+enum class Direction : std::uint8_t { forward, backward };
+
+struct Problem {
+  Direction direction = Direction::forward;
+  DLDevice device{kDLCPU, 0};
+  DType dtype = DType::float32;  // of q, k, v
+
+  std::int64_t batch = 0;
+  std::int64_t num_heads_q = 0, num_heads_k = 0, group_size = 1;
+  std::int64_t head_dim = 0, head_dim_v = 0;
+  std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of any sequence, seqused not applied
+  bool packed = false;
+  // Extent of the sequence dimension of q and k: seqlen, or the totals when packed. Rows from
+  // cu_seqlens[batch] up to the total belong to no sequence: padding.
+  std::int64_t rows_q = 0, rows_k = 0;
+  const std::int32_t* cu_seqlens_q = nullptr;
+  const std::int32_t* cu_seqlens_k = nullptr;
+  const std::int32_t* seqused_q = nullptr;
+  const std::int32_t* seqused_k = nullptr;
+
+  View q, k, v, o, lse;
+  View dout, dlse, dq, dk, dv;  // backward
+
+  double softmax_scale = 1.0;
+  double softcap = 0.0;                                                        // 0: off
+  std::int64_t window_left = Mask::unbounded, window_right = Mask::unbounded;  // causal folded into right
+  Alignment alignment = Alignment::bottom_right;
+  const float* alibi_slopes = nullptr;
+  std::int64_t alibi_batch = 0, alibi_head = 0;  // strides
+  BiasView bias, dbias;
+  const void* sinks = nullptr;
+  void* dsinks = nullptr;
+  DType sinks_dtype = DType::float32;
+  std::int64_t sinks_stride = 0, dsinks_stride = 0;
+  Dropout dropout;
+
+  bool deterministic = false;
+  int num_threads = 0;  // as asked: 0 means the backend's default
+
+  [[nodiscard]] Sequence sequence(std::int64_t b) const;
+  [[nodiscard]] Mask mask(const Sequence& sequence) const;
+  [[nodiscard]] float alibi_slope(std::int64_t b, std::int64_t h) const {
+    return alibi_slopes == nullptr ? 0.0f : alibi_slopes[b * alibi_batch + h * alibi_head];
+  }
+  [[nodiscard]] float sink(std::int64_t h) const;  // only with sinks
+};
+
+// Everything docs/semantics.md calls bad input is found here, before anything is written. The workspace and
+// the choice of kernel are dispatch's.
+//
+// Pointers::optional is for calls that only plan (workspace_size, explain): a null data pointer passes,
+// except of cu_seqlens and seqused, which are read.
+enum class Pointers : std::uint8_t { required, optional };
+[[nodiscard]] Result<Problem> validate(const Forward& call, Pointers pointers = Pointers::required);
+[[nodiscard]] Result<Problem> validate(const Backward& call, Pointers pointers = Pointers::required);
+
+// "float32", ...
+[[nodiscard]] const char* name_of(DType dtype);
+[[nodiscard]] constexpr std::int64_t size_of(DType dtype) {
+  return dtype == DType::float32 || dtype == DType::int32 ? 4 : 2;
+}
+
+}  // namespace tessera

@@ -1,0 +1,614 @@
+// Validation. A message reads "argument: what it was, expected what", and the first fault found is reported.
+//
+// The tensors of a call stand in one table (arguments()), and what holds for every tensor of its kind is
+// checked along it: presence, device, dtype, rank, strides, pointer. Only then do the checks that relate
+// arguments to each other run, and those that read cu_seqlens and seqused.
+//
+// Every check is a bool: `a() && b()` stops at the first fault, which fail() has put into the status.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/layout.h"
+#include "core/problem.h"
+
+namespace tessera {
+namespace {
+
+constexpr std::int64_t max_head_dim = 256;
+constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t max_heads_of_batch =
+    (std::int64_t{1} << 32) - 1;  // dropout's counter has 32 bits for it
+constexpr int max_threads = 4096;
+
+enum class Role : std::uint8_t { input, output };
+enum class Types : std::uint8_t { floating, as_q, as_q_or_float32, float32, int32 };
+enum class Last : std::uint8_t { contiguous, strided };  // the stride of the last dimension
+enum class Need : std::uint8_t { required, optional };
+
+struct Argument {
+  const char* name;
+  const Tensor* tensor;
+  Role role;
+  Need need;
+  Types types;
+  Last last;
+  int min_rank, max_rank;
+};
+
+bool is_packed(const Options& options) {
+  return options.cu_seqlens_q.given() || options.cu_seqlens_k.given();
+}
+
+// clang-format off
+void add_options(std::vector<Argument>& table, const Options& x) {
+  const auto add = [&](const char* name, const Tensor& tensor, Types types, Last last, int min_rank, int max_rank) {
+    table.push_back({name, &tensor, Role::input, Need::optional, types, last, min_rank, max_rank});
+  };
+  add("alibi_slopes", x.alibi_slopes, Types::float32,         Last::strided,    1, 2);
+  add("bias",         x.bias,         Types::as_q_or_float32, Last::strided,    1, 4);
+  add("sinks",        x.sinks,        Types::as_q_or_float32, Last::strided,    1, 1);
+  add("cu_seqlens_q", x.cu_seqlens_q, Types::int32,           Last::contiguous, 1, 1);
+  add("cu_seqlens_k", x.cu_seqlens_k, Types::int32,           Last::contiguous, 1, 1);
+  add("seqused_q",    x.seqused_q,    Types::int32,           Last::contiguous, 1, 1);
+  add("seqused_k",    x.seqused_k,    Types::int32,           Last::contiguous, 1, 1);
+}
+
+std::vector<Argument> arguments(const Forward& x) {
+  const int tokens = is_packed(x.options) ? 3 : 4;  // rank of q, k, v, o
+  const int scalars = tokens - 1;                   // rank of lse
+  using enum Role;
+  using enum Need;
+  std::vector<Argument> table = {
+      {"q",   &x.q,   input,  required, Types::floating,        Last::contiguous, tokens,  tokens},
+      {"k",   &x.k,   input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
+      {"v",   &x.v,   input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
+      {"o",   &x.o,   output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
+      {"lse", &x.lse, output, optional, Types::float32,         Last::strided,    scalars, scalars},
+  };
+  add_options(table, x.options);
+  return table;
+}
+
+std::vector<Argument> arguments(const Backward& x) {
+  const int tokens = is_packed(x.options) ? 3 : 4;
+  const int scalars = tokens - 1;
+  using enum Role;
+  using enum Need;
+  std::vector<Argument> table = {
+      {"q",      &x.q,      input,  required, Types::floating,        Last::contiguous, tokens,  tokens},
+      {"k",      &x.k,      input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
+      {"v",      &x.v,      input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
+      {"o",      &x.o,      input,  required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
+      {"lse",    &x.lse,    input,  required, Types::float32,         Last::strided,    scalars, scalars},
+      {"dout",   &x.dout,   input,  required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
+      {"dlse",   &x.dlse,   input,  optional, Types::float32,         Last::strided,    scalars, scalars},
+      {"dq",     &x.dq,     output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
+      {"dk",     &x.dk,     output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
+      {"dv",     &x.dv,     output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
+      {"dbias",  &x.dbias,  output, optional, Types::as_q_or_float32, Last::strided,    1,       4},
+      {"dsinks", &x.dsinks, output, optional, Types::as_q_or_float32, Last::strided,    1,       1},
+  };
+  add_options(table, x.options);
+  return table;
+}
+// clang-format on
+
+std::string number_text(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g", value);
+  return text.data();
+}
+
+// An expected extent: a number, or the name of one that is free.
+struct Extent {
+  std::int64_t size = 0;
+  const char* free = nullptr;
+  Extent(std::int64_t n) : size(n) {}       // NOLINT(google-explicit-constructor)
+  Extent(const char* name) : free(name) {}  // NOLINT(google-explicit-constructor)
+};
+
+std::string extents_text(const std::vector<Extent>& list) {
+  std::string text = "(";
+  for (const Extent& extent : list) {
+    if (&extent != &list.front()) text += ", ";
+    text += extent.free != nullptr ? extent.free : std::to_string(extent.size);
+  }
+  return text + ")";
+}
+
+// Of a tensor whose dtype has passed.
+DType checked_dtype(const Tensor& tensor) { return dtype_of(tensor).value_or(DType::float32); }
+
+class Validator {
+ public:
+  Validator(Direction direction, const Options& options, std::vector<Argument> table, Pointers pointers)
+      : options_(options), table_(std::move(table)), pointers_(pointers) {
+    problem.direction = direction;
+  }
+
+  Problem problem;
+  Status status;
+
+  // Everything that forward and backward share; o and lse are outputs of one and inputs of the other.
+  bool common(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse) {
+    return presence() && devices() && each_tensor() && scalars() && sizes(q, k, v) && sequences() &&
+           shape("o", o, tokens(problem.rows_q, problem.num_heads_q, problem.head_dim_v)) &&
+           row_shape("lse", lse) && alibi() && bias() && sinks() && views(q, k, v, o, lse);
+  }
+  bool gradients(const Backward& call);
+  bool aliases();
+
+ private:
+  bool fail(const std::string& argument, const std::string& was, const std::string& expected) {
+    status = Status(Code::invalid_argument, argument + ": " + was + ", expected " + expected);
+    return false;
+  }
+
+  bool presence();
+  bool devices();
+  bool each_tensor();
+  bool dtype(const Argument& argument);
+  bool rank(const Argument& argument);
+  bool layout(const Argument& argument);
+  bool pointer(const Argument& argument);
+
+  bool scalars();
+  bool window(const char* name, const std::optional<std::int64_t>& given, std::int64_t& out);
+
+  bool sizes(const Tensor& q, const Tensor& k, const Tensor& v);
+  bool shape(const char* name, const Tensor& tensor, const std::vector<Extent>& expected);
+  bool row_shape(const char* name, const Tensor& tensor);
+  bool within(const char* name, const Tensor& tensor, int axis, const char* axis_name, std::int64_t low,
+              std::int64_t high);
+  [[nodiscard]] std::vector<Extent> tokens(Extent rows, Extent heads, Extent dim) const {
+    return problem.packed ? std::vector<Extent>{rows, heads, dim}
+                          : std::vector<Extent>{problem.batch, rows, heads, dim};
+  }
+
+  bool sequences();
+  bool cumulative(const char* name, const Tensor& tensor, const char* total_name, std::int64_t total,
+                  const std::int32_t*& out);
+  bool used(const char* name, const Tensor& tensor, bool of_q, const std::int32_t*& out);
+  bool longest(const char* name, const char* cu_name, const std::optional<std::int64_t>& given,
+               const std::int32_t* cu, std::int64_t rows, std::int64_t& out);
+
+  bool alibi();
+  bool bias();
+  bool sinks();
+  bool views(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse);
+  [[nodiscard]] View token_view(const Tensor& tensor) const;
+  [[nodiscard]] View row_view(const Tensor& tensor) const;
+
+  const Options& options_;
+  std::vector<Argument> table_;
+  Pointers pointers_;
+  DType q_dtype_ = DType::float32;
+};
+
+// --- every tensor by itself ---
+
+bool Validator::presence() {
+  for (const Argument& argument : table_) {
+    if (argument.need == Need::required && !argument.tensor->given()) {
+      status = Status(Code::invalid_argument, std::string(argument.name) + ": not given");
+      return false;
+    }
+  }
+  const auto together = [&](const char* name, const Tensor& one, const char* other_name,
+                            const Tensor& other) {
+    return one.given() || !other.given() || fail(name, "not given", std::string("with ") + other_name);
+  };
+  return together("cu_seqlens_q", options_.cu_seqlens_q, "cu_seqlens_k", options_.cu_seqlens_k) &&
+         together("cu_seqlens_k", options_.cu_seqlens_k, "cu_seqlens_q", options_.cu_seqlens_q);
+}
+
+bool Validator::devices() {
+  problem.device = table_.front().tensor->device;
+  for (const Argument& argument : table_) {
+    if (argument.tensor->given() && !same_device(argument.tensor->device, problem.device)) {
+      return fail(argument.name + std::string(".device"), device_text(argument.tensor->device),
+                  "q's " + device_text(problem.device));
+    }
+  }
+  if (problem.device.device_type == kDLCPU) return true;
+  status = Status(Code::unsupported, "q.device: " + device_text(problem.device) +
+                                         ", expected cpu: this build has no GPU backend yet");
+  return false;
+}
+
+bool Validator::each_tensor() {
+  return std::all_of(table_.begin(), table_.end(), [&](const Argument& argument) {
+    return !argument.tensor->given() ||
+           (dtype(argument) && rank(argument) && layout(argument) && pointer(argument));
+  });
+}
+
+bool Validator::dtype(const Argument& argument) {
+  const std::optional<DType> found = dtype_of(*argument.tensor);
+  const auto one_of = [&](std::initializer_list<DType> allowed, const std::string& expected) {
+    const bool good = found && std::find(allowed.begin(), allowed.end(), *found) != allowed.end();
+    return good || fail(argument.name + std::string(".dtype"), dtype_text(argument.tensor->dtype), expected);
+  };
+  const std::string of_q = std::string("q's ") + name_of(q_dtype_);
+  switch (argument.types) {
+    case Types::floating:  // q stands first in the table
+      q_dtype_ = problem.dtype = found.value_or(DType::float32);
+      return one_of({DType::float32, DType::float16, DType::bfloat16}, "float32, float16 or bfloat16");
+    case Types::as_q:
+      return one_of({q_dtype_}, of_q);
+    case Types::as_q_or_float32:
+      return one_of({q_dtype_, DType::float32},
+                    q_dtype_ == DType::float32 ? "float32" : of_q + " or float32");
+    case Types::float32:
+      return one_of({DType::float32}, "float32");
+    case Types::int32:
+      return one_of({DType::int32}, "int32");
+  }
+  return false;
+}
+
+bool Validator::rank(const Argument& argument) {
+  const int found = argument.tensor->rank;
+  if (argument.min_rank <= found && found <= argument.max_rank) return true;
+  std::string expected = std::to_string(argument.min_rank);
+  if (argument.min_rank < argument.max_rank) expected += " to " + std::to_string(argument.max_rank);
+  if (is_packed(options_) && argument.min_rank > 1) expected += " with cu_seqlens_q";
+  return fail(argument.name, "rank " + std::to_string(std::max(found, 0)), expected);
+}
+
+bool Validator::layout(const Argument& argument) {
+  const Tensor& tensor = *argument.tensor;
+  const auto negative = [](std::int64_t n) { return n < 0; };
+  if (std::any_of(tensor.shape.begin(), tensor.shape.begin() + tensor.rank, negative)) {
+    return fail(argument.name, shape_text(tensor), "sizes of at least 0");
+  }
+  const Extents stride = effective_strides(tensor);
+  if (std::any_of(stride.begin(), stride.end(), negative)) {
+    return fail(argument.name, stride_text(tensor), "strides of at least 0");
+  }
+  const int last = tensor.rank - 1;
+  const bool stride_matters = has_elements(tensor) && tensor.shape[last] > 1;
+  if (argument.last == Last::contiguous && stride_matters && stride[last] != 1) {
+    return fail(argument.name, stride_text(tensor), "a last stride of 1");
+  }
+  if (!bytes_spanned(tensor)) {
+    return fail(argument.name, shape_text(tensor) + " with " + stride_text(tensor), "less than 2^63 bytes");
+  }
+  if (argument.role == Role::output && !nests(tensor)) {
+    return fail(argument.name, shape_text(tensor) + " with " + stride_text(tensor),
+                "an output whose elements do not overlap");
+  }
+  return true;
+}
+
+bool Validator::pointer(const Argument& argument) {
+  const Tensor& tensor = *argument.tensor;
+  if (!has_elements(tensor)) return true;
+  const std::string name = argument.name + std::string(".data");
+  if (tensor.data == nullptr) {
+    const bool read_here = argument.types == Types::int32;
+    return (pointers_ == Pointers::optional && !read_here) || fail(name, "null", "an address");
+  }
+  const std::uintptr_t size = tensor.dtype.bits / 8u;
+  const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(tensor.data) % size;
+  if (past == 0) return true;
+  const std::string multiple = "a multiple of " + std::to_string(size);
+  return fail(name, "an address " + std::to_string(past) + " past " + multiple, multiple);
+}
+
+// --- options that are numbers ---
+
+bool Validator::scalars() {
+  // Kernels compute with floats: what is no finite float, or rounds to 0, is as bad as an infinity.
+  constexpr double largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::min();
+  const double scale = options_.softmax_scale.value_or(0);
+  if (!(std::fabs(scale) <= largest))
+    return fail("softmax_scale", number_text(scale), "a finite float32 number");
+  const double softcap = options_.softcap;
+  if (softcap != 0 && !(softcap >= smallest && softcap <= largest)) {
+    return fail("softcap", number_text(softcap), "0 (off) or a positive finite float32 number");
+  }
+  const double p = options_.dropout_p;
+  if (!(p >= 0 && p <= 1)) return fail("dropout_p", number_text(p), "a number from 0 to 1");
+  if (options_.offset > Philox::max_offset) {
+    return fail("offset", std::to_string(options_.offset), "a number below 2^36");
+  }
+  if (options_.num_threads < 0 || options_.num_threads > max_threads) {
+    return fail("num_threads", std::to_string(options_.num_threads), "0 to " + std::to_string(max_threads));
+  }
+  problem.softmax_scale = scale;  // sizes() has the default
+  problem.softcap = softcap;
+  problem.dropout = Dropout::make(p, options_.seed, options_.offset);
+  problem.alignment = options_.alignment;
+  problem.deterministic = options_.deterministic;
+  problem.num_threads = options_.num_threads;
+  if (!window("window_left", options_.window_left, problem.window_left)) return false;
+  if (!window("window_right", options_.window_right, problem.window_right)) return false;
+  if (options_.causal) problem.window_right = 0;
+  return true;
+}
+
+bool Validator::window(const char* name, const std::optional<std::int64_t>& given, std::int64_t& out) {
+  if (!given) return true;
+  out = std::min<std::int64_t>(*given, Mask::unbounded);
+  return *given >= 0 || fail(name, std::to_string(*given), "at least 0, or none for no bound");
+}
+
+// --- q, k and v against each other ---
+
+bool Validator::shape(const char* name, const Tensor& tensor, const std::vector<Extent>& expected) {
+  bool same = static_cast<std::size_t>(tensor.rank) == expected.size();
+  for (std::size_t i = 0; same && i < expected.size(); ++i) {
+    same = expected[i].free != nullptr || expected[i].size == tensor.shape[i];
+  }
+  return same || fail(name, shape_text(tensor), extents_text(expected));
+}
+
+bool Validator::row_shape(const char* name, const Tensor& tensor) {
+  if (!tensor.given()) return true;
+  if (problem.packed) return shape(name, tensor, {problem.num_heads_q, problem.rows_q});
+  return shape(name, tensor, {problem.batch, problem.num_heads_q, problem.rows_q});
+}
+
+bool Validator::within(const char* name, const Tensor& tensor, int axis, const char* axis_name,
+                       std::int64_t low, std::int64_t high) {
+  if (low <= tensor.shape[axis] && tensor.shape[axis] <= high) return true;
+  return fail(name, shape_text(tensor),
+              axis_name + (" from " + std::to_string(low) + " to " + std::to_string(high)));
+}
+
+bool Validator::sizes(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const bool packed = problem.packed = is_packed(options_);
+  const int rows = packed ? 0 : 1, heads = rows + 1, dim = rows + 2;
+  const char* rows_q = packed ? "total_q" : "seqlen_q";
+  const char* rows_k = packed ? "total_k" : "seqlen_k";
+
+  const Tensor& cu = options_.cu_seqlens_q;
+  if (packed && cu.shape[0] < 1) return fail("cu_seqlens_q", shape_text(cu), "(batch + 1)");
+  problem.batch = packed ? cu.shape[0] - 1 : q.shape[0];
+  if (!within("q", q, rows, rows_q, 0, max_rows)) return false;
+  if (!within("q", q, heads, "num_heads_q", 1, max_heads_of_batch)) return false;
+  if (!within("q", q, dim, "head_dim", 1, max_head_dim)) return false;
+  problem.rows_q = q.shape[rows];
+  problem.num_heads_q = q.shape[heads];
+  problem.head_dim = q.shape[dim];
+  if (problem.batch > max_heads_of_batch / problem.num_heads_q) {
+    return fail("q", shape_text(q), "batch (" + std::to_string(problem.batch) + ") * num_heads_q below 2^32");
+  }
+  if (!options_.softmax_scale) problem.softmax_scale = 1.0 / std::sqrt(static_cast<double>(problem.head_dim));
+
+  if (!shape("k", k, tokens(rows_k, "num_heads_k", problem.head_dim))) return false;
+  if (!within("k", k, rows, rows_k, 0, max_rows)) return false;
+  problem.rows_k = k.shape[rows];
+  problem.num_heads_k = k.shape[heads];
+  if (problem.num_heads_k < 1 || problem.num_heads_q % problem.num_heads_k != 0) {
+    return fail("k", shape_text(k), "num_heads to divide q's " + std::to_string(problem.num_heads_q));
+  }
+  problem.group_size = problem.num_heads_q / problem.num_heads_k;
+
+  if (!shape("v", v, tokens(problem.rows_k, problem.num_heads_k, "head_dim_v"))) return false;
+  problem.head_dim_v = v.shape[dim];
+  return within("v", v, dim, "head_dim_v", 1, max_head_dim);
+}
+
+// --- the lengths: here the host reads memory ---
+
+bool Validator::sequences() {
+  if (problem.packed &&
+      !(cumulative("cu_seqlens_q", options_.cu_seqlens_q, "total_q", problem.rows_q, problem.cu_seqlens_q) &&
+        cumulative("cu_seqlens_k", options_.cu_seqlens_k, "total_k", problem.rows_k, problem.cu_seqlens_k))) {
+    return false;
+  }
+  return longest("max_seqlen_q", "cu_seqlens_q", options_.max_seqlen_q, problem.cu_seqlens_q, problem.rows_q,
+                 problem.max_seqlen_q) &&
+         longest("max_seqlen_k", "cu_seqlens_k", options_.max_seqlen_k, problem.cu_seqlens_k, problem.rows_k,
+                 problem.max_seqlen_k) &&
+         used("seqused_q", options_.seqused_q, true, problem.seqused_q) &&
+         used("seqused_k", options_.seqused_k, false, problem.seqused_k);
+}
+
+bool Validator::cumulative(const char* name, const Tensor& tensor, const char* total_name, std::int64_t total,
+                           const std::int32_t*& out) {
+  if (!shape(name, tensor, {problem.batch + 1})) return false;
+  out = static_cast<const std::int32_t*>(tensor.data);
+  const auto element = [&](std::int64_t i) { return name + ("[" + std::to_string(i) + "]"); };
+  if (out[0] != 0) return fail(element(0), std::to_string(out[0]), "0");
+  for (std::int64_t b = 1; b <= problem.batch; ++b) {
+    if (out[b] < out[b - 1]) {
+      return fail(element(b), std::to_string(out[b]),
+                  "at least " + element(b - 1) + ", " + std::to_string(out[b - 1]));
+    }
+  }
+  if (out[problem.batch] <= total) return true;
+  return fail(element(problem.batch), std::to_string(out[problem.batch]),
+              std::string("at most ") + total_name + ", " + std::to_string(total));
+}
+
+bool Validator::longest(const char* name, const char* cu_name, const std::optional<std::int64_t>& given,
+                        const std::int32_t* cu, std::int64_t rows, std::int64_t& out) {
+  out = rows;
+  if (!problem.packed && given)
+    return fail(name, std::to_string(*given), std::string("only with ") + cu_name);
+  if (!problem.packed) return true;
+  out = 0;
+  for (std::int64_t b = 0; b < problem.batch; ++b) out = std::max<std::int64_t>(out, cu[b + 1] - cu[b]);
+  if (!given) return true;
+  const std::int64_t found = std::exchange(out, *given);
+  if (*given < found) {
+    return fail(name, std::to_string(*given), "at least " + std::to_string(found) + ", the longest sequence");
+  }
+  return *given <= max_rows || fail(name, std::to_string(*given), "at most " + std::to_string(max_rows));
+}
+
+bool Validator::used(const char* name, const Tensor& tensor, bool of_q, const std::int32_t*& out) {
+  if (!tensor.given()) return true;
+  if (!shape(name, tensor, {problem.batch})) return false;
+  const auto* lengths = static_cast<const std::int32_t*>(tensor.data);
+  for (std::int64_t b = 0; b < problem.batch; ++b) {
+    const Sequence sequence = problem.sequence(b);
+    const std::int64_t allocated = of_q ? sequence.allocated_q : sequence.allocated_k;
+    if (lengths[b] < 0 || lengths[b] > allocated) {
+      return fail(name + ("[" + std::to_string(b) + "]"), std::to_string(lengths[b]),
+                  "0 to " + std::to_string(allocated));
+    }
+  }
+  out = lengths;
+  return true;
+}
+
+// --- options that are tensors ---
+
+bool Validator::alibi() {
+  const Tensor& slopes = options_.alibi_slopes;
+  if (!slopes.given()) return true;
+  const bool each_batch = slopes.rank == 2;
+  if (each_batch && !shape("alibi_slopes", slopes, {problem.batch, problem.num_heads_q})) return false;
+  if (!each_batch && !shape("alibi_slopes", slopes, {problem.num_heads_q})) return false;
+  const Extents stride = effective_strides(slopes);
+  problem.alibi_slopes = static_cast<const float*>(slopes.data);
+  problem.alibi_batch = each_batch ? stride[0] : 0;
+  problem.alibi_head = each_batch ? stride[1] : stride[0];
+  return true;
+}
+
+BiasView bias_view(const Tensor& tensor) {
+  const Extents stride = effective_strides(tensor);
+  const int missing = Tensor::max_rank - tensor.rank;  // leading dimensions, broadcast
+  const auto at = [&](int axis) { return axis < missing ? 0 : stride[axis - missing]; };
+  BiasView view{tensor.data, checked_dtype(tensor), at(0), at(1), at(2), at(3), {1, 1, 1, 1}, true};
+  for (int axis = missing; axis < Tensor::max_rank; ++axis) view.extent[axis] = tensor.shape[axis - missing];
+  return view;
+}
+
+bool Validator::bias() {
+  const Tensor& tensor = options_.bias;
+  if (!tensor.given()) return true;
+  const Extents full = {problem.batch, problem.num_heads_q, problem.max_seqlen_q, problem.max_seqlen_k};
+  const int missing = Tensor::max_rank - tensor.rank;
+  for (int axis = missing; axis < Tensor::max_rank; ++axis) {
+    const std::int64_t size = tensor.shape[axis - missing];
+    if (size == 1 || size == full[axis]) continue;
+    return fail("bias", shape_text(tensor), "a broadcast of " + list_text(full));
+  }
+  problem.bias = bias_view(tensor);
+  return true;
+}
+
+bool Validator::sinks() {
+  const Tensor& tensor = options_.sinks;
+  if (!tensor.given()) return true;
+  problem.sinks = tensor.data;
+  problem.sinks_dtype = checked_dtype(tensor);
+  problem.sinks_stride = effective_strides(tensor)[0];
+  return shape("sinks", tensor, {problem.num_heads_q});
+}
+
+// --- the normal form ---
+
+View Validator::token_view(const Tensor& tensor) const {
+  const Extents stride = effective_strides(tensor);
+  View view;
+  view.data = tensor.data;
+  view.dtype = checked_dtype(tensor);
+  view.batch = problem.packed ? 0 : stride[0];
+  view.seq = problem.packed ? stride[0] : stride[1];
+  view.head = problem.packed ? stride[1] : stride[2];
+  view.present = true;
+  return view;
+}
+
+// lse and dlse, whose heads stand before the rows.
+View Validator::row_view(const Tensor& tensor) const {
+  if (!tensor.given()) return {};
+  const Extents stride = effective_strides(tensor);
+  View view;
+  view.data = tensor.data;
+  view.batch = problem.packed ? 0 : stride[0];
+  view.head = problem.packed ? stride[0] : stride[1];
+  view.seq = problem.packed ? stride[1] : stride[2];
+  view.present = true;
+  return view;
+}
+
+bool Validator::views(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse) {
+  problem.q = token_view(q);
+  problem.k = token_view(k);
+  problem.v = token_view(v);
+  problem.o = token_view(o);
+  problem.lse = row_view(lse);
+  return true;
+}
+
+bool Validator::gradients(const Backward& call) {
+  const std::vector<Extent> like_q = tokens(problem.rows_q, problem.num_heads_q, problem.head_dim);
+  const std::vector<Extent> like_k = tokens(problem.rows_k, problem.num_heads_k, problem.head_dim);
+  const std::vector<Extent> like_v = tokens(problem.rows_k, problem.num_heads_k, problem.head_dim_v);
+  const std::vector<Extent> like_o = tokens(problem.rows_q, problem.num_heads_q, problem.head_dim_v);
+  if (!(shape("dout", call.dout, like_o) && row_shape("dlse", call.dlse) && shape("dq", call.dq, like_q) &&
+        shape("dk", call.dk, like_k) && shape("dv", call.dv, like_v))) {
+    return false;
+  }
+  problem.dout = token_view(call.dout);
+  problem.dlse = row_view(call.dlse);
+  problem.dq = token_view(call.dq);
+  problem.dk = token_view(call.dk);
+  problem.dv = token_view(call.dv);
+
+  // dbias and dsinks repeat the shape and dtype of what they are the gradients of.
+  const auto mirrors = [&](const char* name, const Tensor& gradient, const char* of_name, const Tensor& of) {
+    if (!gradient.given()) return true;
+    if (!of.given()) return fail(name, "given", std::string("only with ") + of_name);
+    const std::vector<Extent> expected(of.shape.begin(), of.shape.begin() + of.rank);
+    if (!shape(name, gradient, expected)) return false;
+    if (dtype_of(gradient) == dtype_of(of)) return true;
+    return fail(std::string(name) + ".dtype", dtype_text(gradient.dtype),
+                std::string(of_name) + "'s " + dtype_text(of.dtype));
+  };
+  if (!mirrors("dbias", call.dbias, "bias", options_.bias)) return false;
+  if (!mirrors("dsinks", call.dsinks, "sinks", options_.sinks)) return false;
+  if (call.dbias.given()) problem.dbias = bias_view(call.dbias);
+  if (call.dsinks.given()) {
+    problem.dsinks = call.dsinks.data;
+    problem.dsinks_stride = effective_strides(call.dsinks)[0];
+  }
+  return true;
+}
+
+bool Validator::aliases() {
+  for (const Argument& output : table_) {
+    if (output.role != Role::output || output.tensor->data == nullptr || !output.tensor->given()) continue;
+    const Footprint mine(*output.tensor);
+    for (const Argument& other : table_) {
+      if (&other == &output || other.tensor->data == nullptr || !other.tensor->given()) continue;
+      if (overlap(mine, Footprint(*other.tensor))) {
+        return fail(output.name, std::string("shares memory with ") + other.name, "memory of its own");
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+Result<Problem> validate(const Forward& call, Pointers pointers) {
+  Validator check(Direction::forward, call.options, arguments(call), pointers);
+  if (check.common(call.q, call.k, call.v, call.o, call.lse) && check.aliases()) return check.problem;
+  return check.status;
+}
+
+Result<Problem> validate(const Backward& call, Pointers pointers) {
+  Validator check(Direction::backward, call.options, arguments(call), pointers);
+  if (check.common(call.q, call.k, call.v, call.o, call.lse) && check.gradients(call) && check.aliases()) {
+    return check.problem;
+  }
+  return check.status;
+}
+
+}  // namespace tessera
