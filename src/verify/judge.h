@@ -1,0 +1,52 @@
+// Runs a Case through the public API and holds every output against the oracle (docs/semantics.md, Accuracy).
+//
+//   const Verdict verdict = judge(c);
+//   if (!verdict.ok()) std::cerr << verdict.to_string();  // what, where, by how much, and how to repeat it
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "reference/oracle.h"
+#include "verify/case.h"
+#include "verify/tensors.h"
+
+namespace tessera::verify {
+
+// One tensor against the oracle. lse is judged element by element, so that error and tolerance are those of
+// its worst element.
+struct Score {
+  std::string tensor;
+  double error = 0;        // max over the elements
+  double plain_error = 0;  // of the plain computation in the same dtype
+  double tolerance = 0;
+};
+
+struct Verdict {
+  Case settings;
+  std::string kernel;  // that ran; empty if none did
+  std::vector<Score> scores;
+  std::vector<std::string> failures;
+
+  [[nodiscard]] bool ok() const { return failures.empty(); }
+  [[nodiscard]] std::string to_string() const;
+};
+
+// What a case should give: by the oracle, by the plain computation, and how far roundings may lead.
+struct Expected {
+  reference::Outputs outputs, plain_outputs;
+  reference::Gradients gradients, plain_gradients;
+  reference::Deviations deviations;
+};
+[[nodiscard]] Expected expect(const Tensors& tensors);
+
+// Compares what lies in tensors, after a forward or a backward call: every output element written and close
+// enough, everything around them and the inputs untouched.
+void compare(Tensors& tensors, const Expected& expected, Direction direction, Verdict& verdict);
+
+// Runs the call with a poisoned, guarded workspace of exactly the size that it asks for.
+[[nodiscard]] Status run(const Tensors& tensors, Direction direction);
+
+[[nodiscard]] Verdict judge(const Case& c);
+
+}  // namespace tessera::verify
