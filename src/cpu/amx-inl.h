@@ -1,0 +1,223 @@
+// The matrix products of attention on AMX tiles: bfloat16 operands, float accumulators, 2 x 2 tiles of 16 x
+// 16 at a time. The vocabulary is that of matmul-inl.h.
+//
+// A tile of A is 16 rows by 32 of the depth, as they lie in a row-major matrix. A tile of B holds 32 of the
+// depth by 16 columns, two neighbours of the depth side by side in each 32-bit cell; B's tiles are stored
+// whole, 1 KiB each.
+#pragma once
+
+#include "cpu/amx.h"
+#include "cpu/simd-inl.h"
+#include "cpu/tasks.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera::cpu::TESSERA_CPU_KERNEL {
+
+using Element = bfloat16;
+
+constexpr std::int64_t tile_rows = 16, tile_cols = 16, tile_depth = 32;
+constexpr std::int64_t tile_elements = tile_cols * tile_depth;  // of B
+
+constexpr std::int64_t row_unit = tile_rows;
+constexpr std::int64_t col_unit = 2 * tile_cols;
+constexpr std::int64_t depth_unit = tile_depth;
+
+// A probability is rounded to 8 bits.
+constexpr int exp2_degree = 4;
+
+using Session = amx::Configured;
+
+enum class Into : std::uint8_t { overwrite, add, scaled_add };
+
+struct OperandA {
+  const Element* data;
+  std::int64_t row;
+};
+
+// Column tile t begins at data + t * col; its tiles follow one another down the depth.
+struct OperandB {
+  const Element* data;
+  std::int64_t col;
+};
+
+// One pair of column tiles, one or two row tiles.
+template <bool overwrite, int row_tiles>
+HWY_INLINE void multiply_block(std::int64_t depth, const Element* a, std::int64_t a_row, const Element* b,
+                               std::int64_t b_col, float* c, std::int64_t c_row) {
+  constexpr auto bytes = static_cast<std::int64_t>(sizeof(Element));
+  const std::int64_t c_stride = c_row * static_cast<std::int64_t>(sizeof(float)), a_stride = a_row * bytes;
+  if constexpr (overwrite) {
+    amx::zero<0>();
+    amx::zero<1>();
+    if constexpr (row_tiles == 2) {
+      amx::zero<2>();
+      amx::zero<3>();
+    }
+  } else {
+    amx::load<0>(c, c_stride);
+    amx::load<1>(c + tile_cols, c_stride);
+    if constexpr (row_tiles == 2) {
+      amx::load<2>(c + tile_rows * c_row, c_stride);
+      amx::load<3>(c + tile_rows * c_row + tile_cols, c_stride);
+    }
+  }
+  for (std::int64_t k = 0; k < depth; k += tile_depth, a += tile_depth, b += tile_elements) {
+    amx::load<6>(b, 64);
+    amx::load<4>(a, a_stride);
+    amx::multiply_add<0, 4, 6>();
+    amx::load<7>(b + b_col, 64);
+    amx::multiply_add<1, 4, 7>();
+    if constexpr (row_tiles == 2) {
+      amx::load<5>(a + tile_rows * a_row, a_stride);
+      amx::multiply_add<2, 5, 6>();
+      amx::multiply_add<3, 5, 7>();
+    }
+  }
+  amx::store<0>(c, c_stride);
+  amx::store<1>(c + tile_cols, c_stride);
+  if constexpr (row_tiles == 2) {
+    amx::store<2>(c + tile_rows * c_row, c_stride);
+    amx::store<3>(c + tile_rows * c_row + tile_cols, c_stride);
+  }
+}
+
+// The last rows, fewer than a tile: c has room for no more, so the tile is a copy.
+template <bool overwrite>
+HWY_NOINLINE void multiply_last_rows(std::int64_t rows, std::int64_t depth, const Element* a,
+                                     std::int64_t a_row, const Element* b, std::int64_t b_col, float* c,
+                                     std::int64_t c_row) {
+  alignas(64) float copy[tile_rows * col_unit] = {};
+  if constexpr (!overwrite) {
+    for (std::int64_t r = 0; r < rows; ++r)
+      std::memcpy(copy + r * col_unit, c + r * c_row, col_unit * sizeof(float));
+  }
+  multiply_block<overwrite, 1>(depth, a, a_row, b, b_col, copy, col_unit);
+  for (std::int64_t r = 0; r < rows; ++r)
+    std::memcpy(c + r * c_row, copy + r * col_unit, col_unit * sizeof(float));
+}
+
+// c (rows x cols) from a (rows x depth) and b (depth x cols). a has room for whole tiles; what is in its
+// spare rows does not matter. cols and depth are multiples of their units.
+template <Into into>
+HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
+                               OperandB b, float* c, std::int64_t c_row, const float* scale = nullptr) {
+  constexpr bool overwrite = into == Into::overwrite;
+  if constexpr (into == Into::scaled_add) {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      if (scale[r] == 1.0f) continue;
+      for (std::int64_t i = 0; i < cols; i += lanes) {
+        store(hn::Mul(load(c + r * c_row + i), set(scale[r])), c + r * c_row + i);
+      }
+    }
+  }
+  for (std::int64_t col = 0; col < cols; col += col_unit) {
+    const Element* bc = b.data + col / tile_cols * b.col;
+    std::int64_t r = 0;
+    for (; r + 2 * tile_rows <= rows; r += 2 * tile_rows) {
+      multiply_block<overwrite, 2>(depth, a.data + r * a.row, a.row, bc, b.col, c + r * c_row + col, c_row);
+    }
+    if (r + tile_rows <= rows) {
+      multiply_block<overwrite, 1>(depth, a.data + r * a.row, a.row, bc, b.col, c + r * c_row + col, c_row);
+      r += tile_rows;
+    }
+    if (r < rows) {
+      multiply_last_rows<overwrite>(rows - r, depth, a.data + r * a.row, a.row, bc, b.col,
+                                    c + r * c_row + col, c_row);
+    }
+  }
+}
+
+// --- Operands ----------------------------------------------------------------------------------------------
+
+HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t rows,
+                          std::int64_t cols, Element* to, std::int64_t ld, std::int64_t padded) {
+  const auto* from = static_cast<const Element*>(view.data) + view.offset(b, s, h);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    std::memcpy(to + r * ld, from + r * view.seq, static_cast<std::size_t>(cols) * sizeof(Element));
+    if (ld > cols) zero_row(to + r * ld + cols, ld - cols);
+  }
+  if (padded > rows) zero_row(to + rows * ld, (padded - rows) * ld);
+}
+
+// 16 x 16 cells of 32 bits, transposed; strides in cells.
+HWY_INLINE void transpose_tile(const void* from, std::int64_t from_row, void* to, std::int64_t to_row) {
+  for (std::int64_t r = 0; r < 16; r += lanes) {
+    for (std::int64_t c = 0; c < 16; c += lanes) {
+      transpose_cells(static_cast<const std::uint32_t*>(from) + r * from_row + c, from_row,
+                      static_cast<std::uint32_t*>(to) + c * to_row + r, to_row);
+    }
+  }
+}
+
+// Two rows side by side: cell c is (upper[c], lower[c]). 16 cells.
+HWY_INLINE void zip_rows(const Element* upper, const Element* lower, void* to) {
+  const UintTag u;
+  for (std::int64_t c = 0; c < tile_cols; c += lanes) {
+    const auto low = hn::PromoteTo(u, hn::LoadU(HalfBitsTag(), &upper[c].bits));
+    const auto high = hn::ShiftLeft<16>(hn::PromoteTo(u, hn::LoadU(HalfBitsTag(), &lower[c].bits)));
+    hn::StoreU(hn::Or(low, high), u, static_cast<std::uint32_t*>(to) + c);
+  }
+}
+
+HWY_INLINE OperandA a_rows(const Element* tile, std::int64_t ld) { return {tile, ld}; }
+
+HWY_INLINE OperandA a_transposed(const Element* tile, std::int64_t ld, std::int64_t rows, std::int64_t cols,
+                                 Element* scratch) {
+  for (std::int64_t r = 0; r < rows; r += tile_depth) {
+    for (std::int64_t c = 0; c < cols; c += tile_cols) {
+      alignas(64) std::uint32_t cells[16 * 16];
+      for (std::int64_t pair = 0; pair < 16; ++pair) {
+        const Element* upper = tile + (r + 2 * pair) * ld + c;
+        zip_rows(upper, upper + ld, cells + 16 * pair);
+      }
+      transpose_tile(cells, 16, scratch + c * rows + r, rows / 2);
+    }
+  }
+  return {scratch, rows};
+}
+constexpr std::int64_t a_transposed_size(std::int64_t rows, std::int64_t cols) { return rows * cols; }
+
+HWY_INLINE OperandB b_rows(const Element* tile, std::int64_t ld, std::int64_t depth, std::int64_t cols,
+                           Element* scratch) {
+  Element* to = scratch;
+  for (std::int64_t c = 0; c < cols; c += tile_cols) {
+    for (std::int64_t k = 0; k < depth; k += 2, to += 2 * tile_cols)
+      zip_rows(tile + k * ld + c, tile + (k + 1) * ld + c, to);
+  }
+  return {scratch, depth * tile_cols};
+}
+constexpr std::int64_t b_rows_size(std::int64_t depth, std::int64_t cols) { return depth * cols; }
+
+HWY_INLINE OperandB b_transposed(const Element* tile, std::int64_t ld, std::int64_t depth, std::int64_t cols,
+                                 Element* scratch) {
+  Element* to = scratch;
+  for (std::int64_t c = 0; c < cols; c += tile_cols) {
+    for (std::int64_t k = 0; k < depth; k += tile_depth, to += tile_elements) {
+      transpose_tile(tile + c * ld + k, ld / 2, to, 16);
+    }
+  }
+  return {scratch, depth * tile_cols};
+}
+constexpr std::int64_t b_transposed_size(std::int64_t depth, std::int64_t cols) { return depth * cols; }
+
+HWY_INLINE OperandB b_below(OperandB b, std::int64_t depth) { return {b.data + depth * tile_cols, b.col}; }
+HWY_INLINE OperandB b_right(OperandB b, std::int64_t cols) {
+  return {b.data + cols / tile_cols * b.col, b.col};
+}
+
+HWY_INLINE Element* elements_of(Carver& carve, float* /*tile*/, std::int64_t count) {
+  return carve.take<Element>(count);
+}
+HWY_INLINE void store_element(Vec x, Element* to) {
+#if HWY_CAP_GE512
+  // AVX512-BF16, which every CPU with AMX has and Highway's target of this object has not.
+  __m256i bits;
+  __asm__("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(x.raw));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+#else
+  store_from_float(x, to);
+#endif
+}
+
+}  // namespace tessera::cpu::TESSERA_CPU_KERNEL
+HWY_AFTER_NAMESPACE();

@@ -1,0 +1,88 @@
+// The AMX instructions that the kernels use, as asm: compilers ask for target flags with their intrinsics,
+// and the objects here are compiled without any. TESSERA_CPU_AMX_EMULATED replaces them by plain loops, so
+// that the kernel above them is tested on machines without AMX.
+//
+// Eight tile registers of 16 rows x 64 bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/half.h"
+
+namespace tessera::cpu::amx {
+
+#if defined(TESSERA_CPU_AMX_EMULATED)
+
+inline thread_local float registers[8][16][16];
+
+class Configured {};
+
+template <int tile>
+void zero() {
+  std::memset(registers[tile], 0, sizeof(registers[tile]));
+}
+template <int tile>
+void load(const void* from, std::int64_t stride) {
+  for (int r = 0; r < 16; ++r)
+    std::memcpy(registers[tile][r], static_cast<const std::byte*>(from) + r * stride, 64);
+}
+template <int tile>
+void store(void* to, std::int64_t stride) {
+  for (int r = 0; r < 16; ++r) std::memcpy(static_cast<std::byte*>(to) + r * stride, registers[tile][r], 64);
+}
+template <int c, int a, int b>
+void multiply_add() {
+  bfloat16 left[16][32], right[16][32];
+  std::memcpy(left, registers[a], sizeof(left));
+  std::memcpy(right, registers[b], sizeof(right));
+  for (int m = 0; m < 16; ++m) {
+    for (int k = 0; k < 32; ++k) {
+      const float x = to_float(left[m][k]);
+      for (int n = 0; n < 16; ++n) registers[c][m][n] += x * to_float(right[k / 2][2 * n + k % 2]);
+    }
+  }
+}
+
+#else
+
+// The thread's tiles are configured while one lives, and given back after it: idle tiles cost power and make
+// every context switch longer.
+class Configured {
+ public:
+  Configured() {
+    struct alignas(64) {
+      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } const config;
+    static_assert(sizeof(config) == 64);
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  }
+  ~Configured() { __asm__ volatile("tilerelease"); }
+  Configured(const Configured&) = delete;
+  Configured& operator=(const Configured&) = delete;
+};
+
+template <int tile>
+__attribute__((always_inline)) inline void zero() {
+  __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile));
+}
+template <int tile>
+__attribute__((always_inline)) inline void load(const void* from, std::int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile>
+__attribute__((always_inline)) inline void store(void* to, std::int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(tile) : "memory");
+}
+// c (16 x 16 float) += a (16 x 32) b (32 x 16, in pairs).
+template <int c, int a, int b>
+__attribute__((always_inline)) inline void multiply_add() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
+}
+
+#endif
+
+}  // namespace tessera::cpu::amx

@@ -1,0 +1,50 @@
+#include "cpu/kernels.h"
+
+#include <array>
+
+#include "cpu/features.h"
+#include "cpu/target.h"
+
+namespace tessera::cpu {
+namespace {
+
+std::string takes_cpu(const Problem& problem) {
+  return problem.device.device_type == kDLCPU ? "" : "the tensors are not in CPU memory";
+}
+
+#if defined(__x86_64__)
+std::string takes_bfloat16(const Problem& problem) {
+  if (std::string reason = takes_cpu(problem); !reason.empty()) return reason;
+  if (problem.dtype != DType::bfloat16)
+    return std::string("its tiles are bfloat16, q is ") + name_of(problem.dtype);
+  if (problem.direction == Direction::backward && problem.dout.dtype != DType::bfloat16) {
+    return std::string("its tiles are bfloat16, dout is ") + name_of(problem.dout.dtype);
+  }
+  return "";
+}
+#endif
+
+constexpr std::array list {
+#if defined(__x86_64__)
+  Kernel{"cpu_amx",       "bfloat16 tiles of AMX, float32 softmax in AVX-512",
+         missing_for_amx, takes_bfloat16,
+         amx::plan,       amx::run},
+      Kernel{"cpu_avx512", "float32 tiles, AVX-512", missing_for_avx512, takes_cpu, avx512::plan,
+             avx512::run},
+      Kernel{"cpu_avx2", "float32 tiles, AVX2 and FMA", missing_for_avx2, takes_cpu, avx2::plan, avx2::run},
+#endif
+      Kernel{"cpu_baseline",       "float32 tiles, what every CPU of this architecture has",
+             missing_for_baseline, takes_cpu,
+             baseline::plan,       baseline::run},
+#if defined(TESSERA_EMULATE_AMX)
+      Kernel{"cpu_amx_emulated", "cpu_amx with its tiles in plain loops, for tests",
+             missing_for_avx2,   takes_bfloat16,
+             amx_emulated::plan, amx_emulated::run},
+#endif
+};
+
+}  // namespace
+
+std::span<const Kernel> kernels() { return list; }
+
+}  // namespace tessera::cpu

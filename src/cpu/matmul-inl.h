@@ -1,0 +1,181 @@
+// The matrix products of attention on float tiles: one microkernel, rows x vectors of accumulators held in
+// registers, its A operand read by broadcast at any strides (so that P and its transpose are the same
+// memory), its B operand read as vectors.
+//
+// This file and amx-inl.h define the same vocabulary, one of them is compiled into an object: Element, the
+// units to which tiles are padded, OperandA and OperandB and the functions that make them, multiply_tiles.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "cpu/simd-inl.h"
+#include "cpu/tasks.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera::cpu::TESSERA_CPU_KERNEL {
+
+using Element = float;  // of the operands
+
+// Accumulators fill the registers: 6 x 4 of AVX-512's 32, 6 x 2 of the 16 that AVX2 has, NEON 6 x 4 of 32.
+constexpr int micro_rows = 6;
+constexpr int micro_vectors = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;
+constexpr std::int64_t micro_cols = micro_vectors * lanes;
+
+constexpr std::int64_t row_unit = 1;      // tiles have room for their rows rounded up to this
+constexpr std::int64_t col_unit = lanes;  // and for their columns: what is spare there is zero
+constexpr std::int64_t depth_unit = 1;    // a product's depth is a multiple of this
+
+// Of the polynomial that makes a probability.
+constexpr int exp2_degree = 6;
+
+// What holds a thread's state in place for the length of a task; nothing here.
+struct Session {};
+
+enum class Into : std::uint8_t {
+  overwrite,   // c = a b
+  add,         // c = c + a b
+  scaled_add,  // c = scale[row] * c + a b
+};
+
+// Element (r, k) at data[r * row + k * depth].
+struct OperandA {
+  const float* data;
+  std::int64_t row, depth;
+};
+
+// Column panel p (micro_cols columns) begins at data + p * panel; its row k at + k * row.
+struct OperandB {
+  const float* data;
+  std::int64_t row, panel;
+};
+
+template <Into into, int rows, int vectors>
+HWY_NOINLINE void microkernel(const float* HWY_RESTRICT a, std::int64_t a_row, std::int64_t a_depth,
+                              const float* HWY_RESTRICT b, std::int64_t b_row, float* HWY_RESTRICT c,
+                              std::int64_t c_row, std::int64_t depth, const float* HWY_RESTRICT scale) {
+  Vec acc[rows][vectors];
+  HWY_UNROLL(8)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(8)
+    for (int v = 0; v < vectors; ++v) {
+      if constexpr (into == Into::overwrite) {
+        acc[r][v] = hn::Zero(FloatTag());
+      } else if constexpr (into == Into::add) {
+        acc[r][v] = load(c + r * c_row + v * lanes);
+      } else {
+        acc[r][v] = hn::Mul(load(c + r * c_row + v * lanes), set(scale[r]));
+      }
+    }
+  }
+  for (std::int64_t k = 0; k < depth; ++k) {
+    Vec bk[vectors];
+    HWY_UNROLL(8)
+    for (int v = 0; v < vectors; ++v) bk[v] = load(b + v * lanes);
+    HWY_UNROLL(8)
+    for (int r = 0; r < rows; ++r) {
+      const Vec ark = set(a[r * a_row]);
+      HWY_UNROLL(8)
+      for (int v = 0; v < vectors; ++v) acc[r][v] = hn::MulAdd(ark, bk[v], acc[r][v]);
+    }
+    a += a_depth;
+    b += b_row;
+  }
+  HWY_UNROLL(8)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(8)
+    for (int v = 0; v < vectors; ++v) store(acc[r][v], c + r * c_row + v * lanes);
+  }
+}
+
+using Microkernel = void (*)(const float*, std::int64_t, std::int64_t, const float*, std::int64_t, float*,
+                             std::int64_t, std::int64_t, const float*);
+
+// The microkernels of every size up to the full one, at [(rows - 1) * micro_vectors + vectors - 1].
+template <Into into, std::size_t... i>
+constexpr std::array<Microkernel, sizeof...(i)> microkernels_of(std::index_sequence<i...>) {
+  return {&microkernel<into, static_cast<int>(i) / micro_vectors + 1,
+                       static_cast<int>(i) % micro_vectors + 1>...};
+}
+template <Into into>
+constexpr auto microkernels = microkernels_of<into>(std::make_index_sequence<micro_rows * micro_vectors>());
+
+// c (rows x cols) from a (rows x depth) and b (depth x cols); cols is a multiple of lanes.
+template <Into into>
+HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
+                               OperandB b, float* c, std::int64_t c_row, const float* scale = nullptr) {
+  for (std::int64_t col = 0; col < cols; col += micro_cols) {
+    const float* panel = b.data + col / micro_cols * b.panel;
+    const std::int64_t vectors = std::min(cols - col, micro_cols) / lanes;
+    for (std::int64_t r = 0; r < rows; r += micro_rows) {
+      const std::int64_t count = std::min<std::int64_t>(rows - r, micro_rows);
+      const Microkernel kernel =
+          microkernels<into>[static_cast<std::size_t>((count - 1) * micro_vectors + vectors - 1)];
+      kernel(a.data + r * a.row, a.row, a.depth, panel, b.row, c + r * c_row + col, c_row, depth,
+             scale == nullptr ? nullptr : scale + r);
+    }
+  }
+}
+
+// --- Operands ----------------------------------------------------------------------------------------------
+
+// Rows s .. s + rows - 1 of one head, row-major at stride `ld`; columns up to ld are zero, and so are the
+// rows up to `padded`.
+HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t rows,
+                          std::int64_t cols, Element* to, std::int64_t ld, std::int64_t padded) {
+  with_type(view.dtype, [&](auto* type) HWY_ATTR {
+    const auto* from = static_cast<decltype(type)>(view.data) + view.offset(b, s, h);
+    for (std::int64_t r = 0; r < rows; ++r) row_to_float(from + r * view.seq, cols, to + r * ld, ld);
+  });
+  if (padded > rows) zero_row(to + rows * ld, (padded - rows) * ld);
+}
+
+// A, as it lies in a row-major tile.
+HWY_INLINE OperandA a_rows(const Element* tile, std::int64_t ld) { return {tile, ld, 1}; }
+// A, the transpose of a row-major tile (rows x cols).
+HWY_INLINE OperandA a_transposed(const Element* tile, std::int64_t ld, std::int64_t /*rows*/,
+                                 std::int64_t /*cols*/, Element* /*scratch*/) {
+  return {tile, 1, ld};
+}
+constexpr std::int64_t a_transposed_size(std::int64_t /*rows*/, std::int64_t /*cols*/) { return 0; }
+
+// B, as it lies in a row-major tile (depth x cols).
+HWY_INLINE OperandB b_rows(const Element* tile, std::int64_t ld, std::int64_t /*depth*/,
+                           std::int64_t /*cols*/, Element* /*scratch*/) {
+  return {tile, ld, micro_cols};
+}
+constexpr std::int64_t b_rows_size(std::int64_t /*depth*/, std::int64_t /*cols*/) { return 0; }
+// `depth` rows further down.
+HWY_INLINE OperandB b_below(OperandB b, std::int64_t depth) {
+  return {b.data + depth * b.row, b.row, b.panel};
+}
+// `cols` columns further right, a multiple of col_align.
+HWY_INLINE OperandB b_right(OperandB b, std::int64_t cols) {
+  return {b.data + cols / micro_cols * b.panel, b.row, b.panel};
+}
+
+// B, the transpose of a row-major tile (cols x depth, both padded to lanes): panels of micro_cols columns,
+// written to scratch.
+HWY_INLINE OperandB b_transposed(const Element* tile, std::int64_t ld, std::int64_t depth, std::int64_t cols,
+                                 Element* scratch) {
+  const std::int64_t panel = round_up(depth, lanes) * micro_cols;
+  for (std::int64_t c = 0; c < cols; c += lanes) {
+    float* to = scratch + c / micro_cols * panel + c % micro_cols;
+    for (std::int64_t k = 0; k < depth; k += lanes) {
+      transpose_cells(reinterpret_cast<const std::uint32_t*>(tile + c * ld + k), ld,
+                      reinterpret_cast<std::uint32_t*>(to + k * micro_cols), micro_cols);
+    }
+  }
+  return {scratch, micro_cols, panel};
+}
+constexpr std::int64_t b_transposed_size(std::int64_t depth, std::int64_t cols) {
+  return round_up(depth, lanes) * round_up(cols, micro_cols);
+}
+
+// Where the elements made from a tile of floats go: here in place of them, one by one.
+HWY_INLINE Element* elements_of(Carver& /*carve*/, float* tile, std::int64_t /*count*/) { return tile; }
+// Stores one vector of a tile's elements.
+HWY_INLINE void store_element(Vec x, Element* to) { store(x, to); }
+
+}  // namespace tessera::cpu::TESSERA_CPU_KERNEL
+HWY_AFTER_NAMESPACE();

@@ -1,0 +1,132 @@
+#include "cpu/parallel.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace tessera::cpu {
+namespace {
+
+struct Job {
+  TaskRef body;
+  std::int64_t tasks;
+  int slots;  // threads that may join, the caller among them
+  std::atomic<std::int64_t> next_task{0};
+  int next_slot = 1;  // the caller has slot 0; guarded by the pool's mutex
+  int working = 0;    // workers inside; guarded by the pool's mutex
+
+  void work(int slot) {
+    for (;;) {
+      const std::int64_t task = next_task.fetch_add(1, std::memory_order_relaxed);
+      if (task >= tasks) return;
+      body(task, slot);
+    }
+  }
+};
+
+class Pool {
+ public:
+  // Never destroyed: workers may outlive static destruction.
+  static Pool& instance() {
+    static std::atomic<Pool*> current{new Pool};
+    // A forked child has none of its parent's threads and must not touch their locks: it begins anew.
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { current.store(new Pool); });
+    (void)registered;
+    return *current.load();
+  }
+
+  void run(Job& job) {
+    {
+      const std::lock_guard lock(mutex_);
+      start_workers(job.slots - 1);
+      jobs_.push_back(&job);
+    }
+    wake_.notify_all();
+    job.work(0);
+    std::unique_lock lock(mutex_);
+    jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());
+    done_.wait(lock, [&] { return job.working == 0; });
+  }
+
+ private:
+  void start_workers(int wanted) {
+    for (; workers_ < wanted; ++workers_) {
+      try {
+        std::thread([this] { serve(); }).detach();
+      } catch (const std::system_error&) {
+        return;  // the system has no more threads to give: the job runs on those it has
+      }
+    }
+  }
+
+  [[noreturn]] void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return !jobs_.empty(); });
+      Job& job = *jobs_.front();
+      const int slot = job.next_slot++;
+      if (job.next_slot >= job.slots) jobs_.pop_front();
+      ++job.working;
+      lock.unlock();
+      job.work(slot);
+      lock.lock();
+      if (!jobs_.empty() && jobs_.front() == &job) jobs_.pop_front();  // no task is left in it
+      if (--job.working == 0) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::deque<Job*> jobs_;  // those with a free slot
+  int workers_ = 0;
+};
+
+int environment_threads() {
+  const char* text = std::getenv("TESSERA_NUM_THREADS");
+  if (text == nullptr) return 0;
+  const long value = std::strtol(text, nullptr, 10);
+  return value >= 1 && value <= 4096 ? static_cast<int>(value) : 0;
+}
+
+}  // namespace
+
+void parallel_for(std::int64_t tasks, int threads, TaskRef body) {
+  threads = static_cast<int>(std::min<std::int64_t>(threads, tasks));
+  if (threads <= 1) {
+    for (std::int64_t task = 0; task < tasks; ++task) body(task, 0);
+    return;
+  }
+  Job job{body, tasks, threads};
+  Pool::instance().run(job);
+}
+
+int thread_count(int asked) {
+  if (asked > 0) return asked;
+  static const int from_environment = environment_threads();
+  if (from_environment > 0) return from_environment;
+  static const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return cores;
+}
+
+void relax(int& spins) {
+  if (++spins < 64) {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  } else {
+    std::this_thread::yield();
+  }
+}
+
+}  // namespace tessera::cpu

@@ -1,0 +1,151 @@
+// From q·k to scores, row by row: scale, softcap, ALiBi, bias and mask in the order of docs/semantics.md. All
+// scores are in units of log2 e, so that a probability is a plain power of two.
+#pragma once
+
+#include "core/mask.h"
+#include "cpu/simd-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera::cpu::TESSERA_CPU_KERNEL {
+
+// The score's constants for one (batch, head), and where it finds what depends on the element.
+struct Scoring {
+  const Problem& problem;
+  std::int64_t b, h;
+  float scale;  // q·k to units of log2 e
+  bool capped;  // cap_out * tanh(cap_in * q·k), cap_out in units of log2 e
+  float cap_in, cap_out;
+  float slope;            // ALiBi, in units of log2 e
+  std::int64_t diagonal;  // seqlen_k - seqlen_q: where ALiBi's distance is 0
+  bool biased;
+
+  Scoring(const Problem& p, const Sequence& sequence, std::int64_t batch_index, std::int64_t head)
+      : problem(p),
+        b(batch_index),
+        h(head),
+        scale(static_cast<float>(p.softmax_scale * 1.4426950408889634)),
+        capped(p.softcap > 0.0),
+        cap_in(capped ? static_cast<float>(p.softmax_scale / p.softcap) : 0.0f),
+        cap_out(static_cast<float>(p.softcap * 1.4426950408889634)),
+        slope(p.alibi_slope(batch_index, head) * log2e),
+        diagonal(sequence.seqlen_k - sequence.seqlen_q),
+        biased(p.bias.given()) {}
+
+  [[nodiscard]] bool plain() const { return !capped && slope == 0.0f && !biased; }
+  // Whether q·k itself orders the keys of a row: its scaling can then wait for the exponent.
+  [[nodiscard]] bool raw() const { return plain() && scale > 0.0f; }
+  [[nodiscard]] unsigned head_index() const { return static_cast<unsigned>(b * problem.num_heads_q + h); }
+};
+
+// A piece of one row: columns cols of a tile whose column 0 is key `key`, and those of them that the row
+// sees.
+struct RowPiece {
+  std::int64_t row;  // query index in its sequence
+  std::int64_t key;
+  Range cols, visible;
+
+  RowPiece(std::int64_t row_, std::int64_t key_, Range cols_, Range visible_keys)
+      : row(row_),
+        key(key_),
+        cols(cols_),
+        visible{std::max<long long>(visible_keys.begin - key_, cols_.begin),
+                std::min<long long>(visible_keys.end - key_, cols_.end)} {}
+  [[nodiscard]] bool masked() const { return visible.begin > cols.begin || visible.end < cols.end; }
+};
+
+// Bias of the piece's visible columns, in units of log2 e, zeros in the others: columns out of sight may lie
+// outside the tensor.
+HWY_INLINE void load_bias(const Scoring& scoring, const RowPiece& piece, float* to) {
+  const BiasView& bias = scoring.problem.bias;
+  std::fill(to + piece.cols.begin, to + piece.cols.end, 0.0f);
+  if (piece.visible.empty()) return;
+  with_type(bias.dtype, [&](auto* type) HWY_ATTR {
+    const auto* from =
+        static_cast<decltype(type)>(bias.data) + bias.offset(scoring.b, scoring.h, piece.row, piece.key);
+    if (bias.col == 1) {
+      std::int64_t c = piece.visible.begin;
+      for (; c + lanes <= piece.visible.end; c += lanes)
+        store(hn::Mul(load_as_float(from + c), set(log2e)), to + c);
+      for (; c < piece.visible.end; ++c) to[c] = to_float(from[c]) * log2e;
+    } else {
+      for (std::int64_t c = piece.visible.begin; c < piece.visible.end; ++c)
+        to[c] = to_float(from[c * bias.col]) * log2e;
+    }
+  });
+}
+
+// Scratch of one row, as long as a tile is wide (and a little more, for whole vectors).
+struct RowScratch {
+  float* bias;
+  std::uint16_t* random;
+};
+
+// -inf in the columns that the row does not see.
+HWY_INLINE Vec hide(const RowPiece& piece, Vec x, std::int64_t c) {
+  const auto column = hn::Iota(IntTag(), static_cast<std::int32_t>(c));
+  const auto begin = hn::Set(IntTag(), static_cast<std::int32_t>(piece.visible.begin));
+  const auto end = hn::Set(IntTag(), static_cast<std::int32_t>(piece.visible.end));
+  const auto hidden = hn::Or(hn::Lt(column, begin), hn::Not(hn::Lt(column, end)));
+  return hn::IfThenElse(hn::RebindMask(FloatTag(), hidden), set(-infinity), x);
+}
+
+// One vector of scores from q·k. With a softcap, cap_slope receives its derivative, else it is left alone.
+template <bool masked>
+HWY_INLINE Vec score(const Scoring& scoring, const RowPiece& piece, Vec x, std::int64_t c, const float* bias,
+                     Vec& cap_slope) {
+  if (scoring.capped) {
+    const Vec t = tanh(hn::Mul(x, set(scoring.cap_in)));
+    cap_slope = hn::NegMulAdd(t, t, set(1.0f));
+    x = hn::Mul(t, set(scoring.cap_out));
+  } else {
+    x = hn::Mul(x, set(scoring.scale));
+  }
+  if (scoring.slope != 0.0f) {
+    const auto ahead = static_cast<std::int32_t>(piece.row + scoring.diagonal - piece.key - c);
+    const auto distance = hn::Abs(hn::Sub(hn::Set(IntTag(), ahead), hn::Iota(IntTag(), 0)));
+    x = hn::NegMulAdd(set(scoring.slope), hn::ConvertTo(FloatTag(), distance), x);
+  }
+  if (scoring.biased) x = hn::Add(x, load(bias + c));
+  return masked ? hide(piece, x, c) : x;
+}
+
+// Turns q·k into scores, in place, and returns the largest. raw leaves out the scale.
+template <bool raw, bool masked>
+HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x, const float* bias) {
+  Vec largest[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
+  const auto step = [&](std::int64_t c, Vec& max) HWY_ATTR {
+    Vec y = load(x + c);
+    if constexpr (!raw) {
+      Vec unused;
+      y = score<masked>(scoring, piece, y, c, bias, unused);
+    } else if constexpr (masked) {
+      y = hide(piece, y, c);
+    }
+    if constexpr (!raw || masked) store(y, x + c);
+    max = hn::Max(max, y);
+  };
+  std::int64_t c = piece.cols.begin;
+  for (; c + 4 * lanes <= piece.cols.end; c += 4 * lanes) {
+    step(c, largest[0]);
+    step(c + lanes, largest[1]);
+    step(c + 2 * lanes, largest[2]);
+    step(c + 3 * lanes, largest[3]);
+  }
+  for (; c < piece.cols.end; c += lanes) step(c, largest[0]);
+  return max_of(hn::Max(hn::Max(largest[0], largest[1]), hn::Max(largest[2], largest[3])));
+}
+
+HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x,
+                           const RowScratch& scratch) {
+  if (scoring.biased) load_bias(scoring, piece, scratch.bias);
+  const bool raw = scoring.raw(), masked = piece.masked();
+  if (raw) {
+    return masked ? score_row<true, true>(scoring, piece, x, scratch.bias)
+                  : score_row<true, false>(scoring, piece, x, scratch.bias);
+  }
+  return masked ? score_row<false, true>(scoring, piece, x, scratch.bias)
+                : score_row<false, false>(scoring, piece, x, scratch.bias);
+}
+
+}  // namespace tessera::cpu::TESSERA_CPU_KERNEL
+HWY_AFTER_NAMESPACE();

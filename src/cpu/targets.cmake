@@ -1,0 +1,27 @@
+# The CPU kernels: target.cpp once a SIMD target, each in an object of its own. The code chooses its
+# instructions itself (hwy_target.h), so no -m flag is needed.
+function(tessera_cpu_target name highway_target)
+  add_library(tessera_cpu_${name} OBJECT ${PROJECT_SOURCE_DIR}/src/cpu/target.cpp)
+  target_compile_definitions(tessera_cpu_${name} PRIVATE
+    TESSERA_CPU_KERNEL=${name} TESSERA_CPU_TARGET=${highway_target} TESSERA_CPU_TILES=${name}_tiles ${ARGN})
+  target_include_directories(tessera_cpu_${name} PRIVATE
+    ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${DLPACK_INCLUDE_DIR})
+  target_include_directories(tessera_cpu_${name} SYSTEM PRIVATE ${HIGHWAY_INCLUDE_DIR})
+  # Vectors are handed between inlined functions only: the ABI that -Wpsabi warns of plays no part.
+  target_compile_options(tessera_cpu_${name} PRIVATE $<$<CONFIG:Release,RelWithDebInfo>:-O3> -Wno-psabi)
+  target_link_libraries(tessera_cpu_${name} PRIVATE tessera_warnings)
+  set(objects ${objects} $<TARGET_OBJECTS:tessera_cpu_${name}> PARENT_SCOPE)
+endfunction()
+
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  tessera_cpu_target(amx HWY_AVX3 TESSERA_CPU_AMX)
+  tessera_cpu_target(avx512 HWY_AVX3)
+  tessera_cpu_target(avx2 HWY_AVX2)
+  tessera_cpu_target(baseline HWY_SSSE3)
+  if(TESSERA_EMULATE_AMX)
+    tessera_cpu_target(amx_emulated HWY_AVX2 TESSERA_CPU_AMX TESSERA_CPU_AMX_EMULATED)
+    target_compile_definitions(tessera_objects PRIVATE TESSERA_EMULATE_AMX)
+  endif()
+else()
+  tessera_cpu_target(baseline HWY_STATIC_TARGET)
+endif()
