@@ -139,6 +139,26 @@ HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std:
   if (padded > rows) zero_row(to + rows * ld, (padded - rows) * ld);
 }
 
+struct Rows {
+  const Element* data;
+  std::int64_t ld;
+};
+// B's tiles are copies in any case: rows need no copy of their own where nothing is to be padded.
+HWY_INLINE Rows rows_to_transpose(const View& view, std::int64_t b, std::int64_t s, std::int64_t h,
+                                  std::int64_t rows, std::int64_t cols, Element* to, std::int64_t ld,
+                                  std::int64_t padded) {
+  const Element* from = static_cast<const Element*>(view.data) + view.offset(b, s, h);
+  // An odd stride would cut the 32-bit cells of a transpose in two.
+  if (rows == padded && cols % tile_depth == 0 && view.seq % 2 == 0) return {from, view.seq};
+  load_rows(view, b, s, h, rows, cols, to, ld, padded);
+  return {to, ld};
+}
+HWY_INLINE Rows rows_for_b(const View& view, std::int64_t b, std::int64_t s, std::int64_t h,
+                           std::int64_t rows, std::int64_t cols, Element* to, std::int64_t ld,
+                           std::int64_t padded) {
+  return rows_to_transpose(view, b, s, h, rows, cols, to, ld, padded);
+}
+
 // 16 x 16 cells of 32 bits, transposed; strides in cells.
 HWY_INLINE void transpose_tile(const void* from, std::int64_t from_row, void* to, std::int64_t to_row) {
   for (std::int64_t r = 0; r < 16; r += lanes) {
@@ -205,9 +225,9 @@ HWY_INLINE OperandB b_right(OperandB b, std::int64_t cols) {
   return {b.data + cols / tile_cols * b.col, b.col};
 }
 
-HWY_INLINE Element* elements_of(Carver& carve, float* /*tile*/, std::int64_t count) {
-  return carve.take<Element>(count);
-}
+// Half as large as the floats, so that a row ends in its first half.
+HWY_INLINE Element* elements_in(float* tile) { return reinterpret_cast<Element*>(tile); }
+constexpr std::int64_t element_stride(std::int64_t tile_ld) { return 2 * tile_ld; }
 HWY_INLINE void store_element(Vec x, Element* to) {
 #if HWY_CAP_GE512
   // AVX512-BF16, which every CPU with AMX has and Highway's target of this object has not.

@@ -26,20 +26,20 @@ constexpr BackwardTiles backward_tiles = TESSERA_CPU_TILES.backward;
 
 // What the threads share: one number a row of every query head, and dq before its conversion.
 struct BackwardRows {
-  std::int64_t rows;      // of one head, all sequences
-  std::int64_t depth_ld;  // of dq
-  float *lse, *delta;     // [num_heads_q][rows]; lse in units of log2 e, +inf for a row that sees nothing
-  float* dq;              // [num_heads_q][rows][depth_ld]
-  std::int32_t* turn;     // [row tile tasks]: the key block whose term dq takes next; atomic
+  std::int64_t rows;        // of one head, all sequences
+  std::int64_t depth_cols;  // of dq
+  float *lse, *delta;       // [num_heads_q][rows]; lse in units of log2 e, +inf for a row that sees nothing
+  float* dq;                // [num_heads_q][rows][depth_cols]
+  std::int32_t* turn;       // [row tile tasks]: the key block whose term dq takes next; atomic
   std::int64_t *first_row_tile, *first_key_block;
 
   BackwardRows(Carver& carve, const Problem& problem) {
     rows = problem.packed ? problem.rows_q : problem.batch * problem.rows_q;
-    depth_ld = round_up(round_up(problem.head_dim, depth_unit), col_unit);
+    depth_cols = round_up(round_up(problem.head_dim, depth_unit), col_unit);
     const std::int64_t all = rows * problem.num_heads_q;
     lse = carve.take<float>(all);
     delta = carve.take<float>(all);
-    dq = carve.take<float>(round_up(all, row_unit) * depth_ld);
+    dq = carve.take<float>(all * depth_cols);
     const std::int64_t tiles = all / backward_tiles.tile_m + sequence_count(problem) * problem.num_heads_q;
     turn = carve.take<std::int32_t>(tiles);
     first_row_tile = carve.take<std::int64_t>(sequence_count(problem) + 1);
@@ -60,31 +60,36 @@ struct BackwardScratch {
   float* dbias;
   RowScratch row;
 
-  std::int64_t depth, value_depth;           // of q kᵀ, of do vᵀ
-  std::int64_t depth_ld, value_ld, tile_ld;  // of q, k, dk; of v, do, dv; of s, p, dp, ds
+  std::int64_t depth, value_depth;      // of q kᵀ, of do vᵀ
+  std::int64_t depth_cols, value_cols;  // of q, k, dk, dq; of v, do, dv
+  std::int64_t depth_ld, value_ld;      // row strides of q and k; of v and do
+  std::int64_t tile_ld, p_ld;           // row strides of s and dp; of p and ds
 
   BackwardScratch(Carver& carve, const Problem& problem) {
     const std::int64_t block_n = backward_tiles.block_n, tile_m = round_up(backward_tiles.tile_m, row_unit);
     depth = round_up(problem.head_dim, depth_unit);
     value_depth = round_up(problem.head_dim_v, depth_unit);
-    depth_ld = round_up(depth, col_unit);
-    value_ld = round_up(value_depth, col_unit);
-    tile_ld = block_n;
+    depth_cols = round_up(depth, col_unit);
+    value_cols = round_up(value_depth, col_unit);
+    depth_ld = depth_cols + line<Element>;
+    value_ld = value_cols + line<Element>;
+    tile_ld = block_n + line<Element>;
     k = carve.take<Element>(block_n * depth_ld);
     v = carve.take<Element>(block_n * value_ld);
     k_transposed = carve.take<Element>(b_transposed_size(depth, block_n));
     v_transposed = carve.take<Element>(b_transposed_size(value_depth, block_n));
-    k_rows = carve.take<Element>(b_rows_size(block_n, depth_ld));
+    k_rows = carve.take<Element>(b_rows_size(block_n, depth_cols));
     q = carve.take<Element>(tile_m * depth_ld);
     dout = carve.take<Element>(tile_m * value_ld);
-    q_rows = carve.take<Element>(b_rows_size(tile_m, depth_ld));
-    dout_rows = carve.take<Element>(b_rows_size(tile_m, value_ld));
+    q_rows = carve.take<Element>(b_rows_size(tile_m, depth_cols));
+    dout_rows = carve.take<Element>(b_rows_size(tile_m, value_cols));
     s = carve.take<float>(tile_m * tile_ld);
     dp = carve.take<float>(tile_m * tile_ld);
-    dk = carve.take<float>(block_n * depth_ld);
-    dv = carve.take<float>(block_n * value_ld);
-    p = elements_of(carve, s, tile_m * tile_ld);
-    ds = elements_of(carve, dp, tile_m * tile_ld);
+    dk = carve.take<float>(block_n * depth_cols);
+    dv = carve.take<float>(block_n * value_cols);
+    p = elements_in(s);
+    ds = elements_in(dp);
+    p_ld = element_stride(tile_ld);
     p_transposed = carve.take<Element>(a_transposed_size(tile_m, block_n));
     ds_transposed = carve.take<Element>(a_transposed_size(tile_m, block_n));
     dbias = carve.take<float>(problem.dbias.given() ? tile_m * tile_ld : 0);
@@ -219,33 +224,34 @@ HWY_NOINLINE void gradient_tile(const Scoring& scoring, const Mask& mask, const 
     const auto run = piece.masked()    ? &gradient_row<of, false, true>
                      : scoring.plain() ? &gradient_row<of, true, false>
                                        : &gradient_row<of, false, false>;
-    run(scoring, piece, scratch.s + at, scratch.dp + at, scratch.p + at, scratch.ds + at, lse[r], delta[r],
-        scratch.row);
+    run(scoring, piece, scratch.s + at, scratch.dp + at, scratch.p + r * scratch.p_ld,
+        scratch.ds + r * scratch.p_ld, lse[r], delta[r], scratch.row);
   }
   if constexpr (of == Of::score) return;
   for (std::int64_t r = rows.size(); r < round_up(rows.size(), depth_unit); ++r) {
-    zero_row(scratch.p + r * scratch.tile_ld + cols.begin, cols.size());
-    zero_row(scratch.ds + r * scratch.tile_ld + cols.begin, cols.size());
+    zero_row(scratch.p + r * scratch.p_ld + cols.begin, cols.size());
+    zero_row(scratch.ds + r * scratch.p_ld + cols.begin, cols.size());
   }
 }
 
 struct KeyBlock {
   Range keys;  // of its sequence
   OperandB k, v;
+  Rows k_rows;
 };
 
-// A key block in the matmul's form. rows: also k as the right operand of ds k.
+// A key block in the matmul's form.
 HWY_NOINLINE KeyBlock load_keys(const Problem& problem, const BackwardScratch& scratch,
                                 const Sequence& sequence, std::int64_t b, std::int64_t kv_head,
                                 std::int64_t key) {
   const std::int64_t block_n = backward_tiles.block_n;
   const Range keys{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
-  load_rows(problem.k, b, sequence.k_begin + key, kv_head, keys.size(), problem.head_dim, scratch.k,
-            scratch.depth_ld, block_n);
-  load_rows(problem.v, b, sequence.k_begin + key, kv_head, keys.size(), problem.head_dim_v, scratch.v,
-            scratch.value_ld, block_n);
-  return {keys, b_transposed(scratch.k, scratch.depth_ld, scratch.depth, block_n, scratch.k_transposed),
-          b_transposed(scratch.v, scratch.value_ld, scratch.value_depth, block_n, scratch.v_transposed)};
+  const Rows k = rows_for_b(problem.k, b, sequence.k_begin + key, kv_head, keys.size(), problem.head_dim,
+                            scratch.k, scratch.depth_ld, block_n);
+  const Rows v = rows_to_transpose(problem.v, b, sequence.k_begin + key, kv_head, keys.size(),
+                                   problem.head_dim_v, scratch.v, scratch.value_ld, block_n);
+  return {keys, b_transposed(k.data, k.ld, scratch.depth, block_n, scratch.k_transposed),
+          b_transposed(v.data, v.ld, scratch.value_depth, block_n, scratch.v_transposed), k};
 }
 
 // The columns of the block that some row of the tile sees, in whole vectors; empty if it sees none.
@@ -298,9 +304,10 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
     return;
   }
   const KeyBlock block = load_keys(problem, scratch, sequence, b, kv_head, key);
-  const OperandB k_rows = b_rows(scratch.k, scratch.depth_ld, block_n, scratch.depth_ld, scratch.k_rows);
-  zero_row(scratch.dk, block_n * scratch.depth_ld);
-  zero_row(scratch.dv, block_n * scratch.value_ld);
+  const OperandB k_rows =
+      b_rows(block.k_rows.data, block.k_rows.ld, block_n, scratch.depth_cols, scratch.k_rows);
+  zero_row(scratch.dk, block_n * scratch.depth_cols);
+  zero_row(scratch.dv, block_n * scratch.value_cols);
 
   for (std::int64_t h = kv_head * problem.group_size; h < (kv_head + 1) * problem.group_size; ++h) {
     const Scoring scoring(problem, sequence, b, h);
@@ -314,44 +321,43 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
       score_tile(problem, scratch, sequence, b, h, tile, block, cols);
       gradient_tile<Of::product>(scoring, mask, scratch, tile, key, cols, shared.lse + at, shared.delta + at);
       multiply_tiles<Into::add>(
-          cols.size(), scratch.value_ld, row_depth,
-          a_transposed(scratch.p + cols.begin, scratch.tile_ld, row_depth, cols.size(), scratch.p_transposed),
-          b_rows(scratch.dout, scratch.value_ld, row_depth, scratch.value_ld, scratch.dout_rows),
-          scratch.dv + cols.begin * scratch.value_ld, scratch.value_ld);
+          cols.size(), scratch.value_cols, row_depth,
+          a_transposed(scratch.p + cols.begin, scratch.p_ld, row_depth, cols.size(), scratch.p_transposed),
+          b_rows(scratch.dout, scratch.value_ld, row_depth, scratch.value_cols, scratch.dout_rows),
+          scratch.dv + cols.begin * scratch.value_cols, scratch.value_cols);
       multiply_tiles<Into::add>(
-          cols.size(), scratch.depth_ld, row_depth,
-          a_transposed(scratch.ds + cols.begin, scratch.tile_ld, row_depth, cols.size(),
-                       scratch.ds_transposed),
-          b_rows(scratch.q, scratch.depth_ld, row_depth, scratch.depth_ld, scratch.q_rows),
-          scratch.dk + cols.begin * scratch.depth_ld, scratch.depth_ld);
+          cols.size(), scratch.depth_cols, row_depth,
+          a_transposed(scratch.ds + cols.begin, scratch.p_ld, row_depth, cols.size(), scratch.ds_transposed),
+          b_rows(scratch.q, scratch.depth_ld, row_depth, scratch.depth_cols, scratch.q_rows),
+          scratch.dk + cols.begin * scratch.depth_cols, scratch.depth_cols);
 
       // dq's turn: the tile's key blocks one after the other, the first overwrites, the last converts.
       const Range keys = mask.keys_of_any(tile);
       const auto n_block = static_cast<std::int32_t>(key / block_n);
       const std::atomic_ref<std::int32_t> turn(shared.turn[row_tiles.index(b, h, m)]);
-      float* dq = shared.dq + at * shared.depth_ld;
-      const OperandA ds = a_rows(scratch.ds + cols.begin, scratch.tile_ld);
+      float* dq = shared.dq + at * shared.depth_cols;
+      const OperandA ds = a_rows(scratch.ds + cols.begin, scratch.p_ld);
       int spins = 0;
       while (turn.load(std::memory_order_acquire) != n_block) relax(spins);
       if (n_block == keys.begin / block_n) {
-        multiply_tiles<Into::overwrite>(count, scratch.depth_ld, cols.size(), ds, b_below(k_rows, cols.begin),
-                                        dq, shared.depth_ld);
+        multiply_tiles<Into::overwrite>(count, scratch.depth_cols, cols.size(), ds,
+                                        b_below(k_rows, cols.begin), dq, shared.depth_cols);
       } else {
-        multiply_tiles<Into::add>(count, scratch.depth_ld, cols.size(), ds, b_below(k_rows, cols.begin), dq,
-                                  shared.depth_ld);
+        multiply_tiles<Into::add>(count, scratch.depth_cols, cols.size(), ds, b_below(k_rows, cols.begin), dq,
+                                  shared.depth_cols);
       }
       if (n_block == (keys.end - 1) / block_n) {
         store_rows(problem.dq, b, sequence.q_begin + tile.begin, h, count, problem.head_dim, dq,
-                   shared.depth_ld, scale);
+                   shared.depth_cols, scale);
       }
       turn.store(n_block + 1, std::memory_order_release);
     }
   }
   const std::int64_t live = block.keys.size();
   store_rows(problem.dk, b, sequence.k_begin + key, kv_head, live, problem.head_dim, scratch.dk,
-             scratch.depth_ld, scale);
+             scratch.depth_cols, scale);
   store_rows(problem.dv, b, sequence.k_begin + key, kv_head, live, problem.head_dim_v, scratch.dv,
-             scratch.value_ld, 1.0f);
+             scratch.value_cols, 1.0f);
   zero_rows(problem.dk, b, sequence.k_begin + key + live, kv_head, allocated - live, problem.head_dim);
   zero_rows(problem.dv, b, sequence.k_begin + key + live, kv_head, allocated - live, problem.head_dim_v);
 }

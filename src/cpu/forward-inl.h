@@ -21,46 +21,53 @@ HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr ForwardTiles forward_tiles = TESSERA_CPU_TILES.forward;
+constexpr std::int64_t max_task_rows = 1024;
 
 // One thread's arrays.
 struct ForwardScratch {
   Element *q, *k, *v, *k_operand, *v_operand, *p;
   float *s, *acc_o, *row_max, *row_sum, *alpha;
+  Extremes* extremes;  // of the tile's rows
   RowScratch row;
 
-  std::int64_t depth;                        // of q kᵀ
-  std::int64_t depth_ld, value_ld, tile_ld;  // of q and k, of v and acc_o, of s and p
+  std::int64_t depth, value_cols;                  // of q kᵀ; of v and acc_o
+  std::int64_t depth_ld, value_ld, tile_ld, p_ld;  // row strides of q and k, of v, of s, of p
 
   ForwardScratch(Carver& carve, const Problem& problem, std::int64_t task_rows) {
     const std::int64_t block_n = forward_tiles.block_n, rows = round_up(task_rows, row_unit);
     const std::int64_t tile_m = round_up(forward_tiles.tile_m, row_unit);
     depth = round_up(problem.head_dim, depth_unit);
-    depth_ld = round_up(depth, col_unit);
-    value_ld = round_up(problem.head_dim_v, col_unit);
-    tile_ld = block_n;
+    value_cols = round_up(problem.head_dim_v, col_unit);
+    depth_ld = round_up(depth, col_unit) + line<Element>;
+    value_ld = value_cols + line<Element>;
+    tile_ld = block_n + line<Element>;
     q = carve.take<Element>(rows * depth_ld);
     k = carve.take<Element>(block_n * depth_ld);
     v = carve.take<Element>(block_n * value_ld);
     k_operand = carve.take<Element>(b_transposed_size(depth, block_n));
-    v_operand = carve.take<Element>(b_rows_size(block_n, value_ld));
+    v_operand = carve.take<Element>(b_rows_size(block_n, value_cols));
     s = carve.take<float>(tile_m * tile_ld);
-    p = elements_of(carve, s, tile_m * tile_ld);
-    acc_o = carve.take<float>(rows * value_ld);
+    p = elements_in(s);
+    p_ld = element_stride(tile_ld);
+    acc_o = carve.take<float>(rows * value_cols);
     row_max = carve.take<float>(rows);
     row_sum = carve.take<float>(rows);
     alpha = carve.take<float>(rows);
+    extremes = carve.take<Extremes>(tile_m);
     row.bias = carve.take<float>(block_n);
     row.random = carve.take<std::uint16_t>(block_n + 8 * lanes);
   }
 };
 
-// p = 2^(scale x - largest) over the piece, dropped where dropout says so; returns the sum before dropping.
-HWY_INLINE float exponentiate(const RowPiece& piece, const float* x, float scale, float largest, Element* p,
+// p = 2^(scale x - shift) over the piece, dropped where dropout says so; returns the sum before dropping.
+// normal promises that no exponent is below -126.
+template <bool normal>
+HWY_INLINE float exponentiate(const RowPiece& piece, const float* x, float scale, float shift, Element* p,
                               const std::uint16_t* random, unsigned threshold) {
-  const Vec s = set(scale), m = set(-largest);
+  const Vec s = set(scale), m = set(-shift);
   Vec sum[4] = {set(0.0f), set(0.0f), set(0.0f), set(0.0f)};
   const auto step = [&](std::int64_t c, Vec& total) HWY_ATTR {
-    Vec y = exp2<exp2_degree>(hn::MulAdd(load(x + c), s, m));
+    Vec y = exp2<exp2_degree, normal>(hn::MulAdd(load(x + c), s, m));
     total = hn::Add(total, y);
     if (random != nullptr) y = hn::Mul(y, kept(random + (c - piece.cols.begin), threshold));
     store_element(y, p + c);
@@ -78,17 +85,24 @@ HWY_INLINE float exponentiate(const RowPiece& piece, const float* x, float scale
 }
 
 // The online softmax over one tile: s becomes p, the rows' state moves on, alpha is what acc_o must shrink
-// by.
+// by. All rows' extremes first: the exponentials then wait for none of them.
 HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch,
                                Range rows, std::int64_t first_row, std::int64_t key, Range cols) {
   const Dropout& dropout = scoring.problem.dropout;
   const float scale = scoring.raw() ? scoring.scale : 1.0f;
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
-    const std::int64_t r = i - first_row;
-    float* x = scratch.s + (i - rows.begin) * scratch.tile_ld;
     const RowPiece piece(i, key, cols, mask.keys_of_row(i));
+    scratch.extremes[i - rows.begin] =
+        score_row(scoring, piece, scratch.s + (i - rows.begin) * scratch.tile_ld, scratch.row);
+  }
+  for (std::int64_t i = rows.begin; i < rows.end; ++i) {
+    const std::int64_t r = i - first_row;
+    const float* x = scratch.s + (i - rows.begin) * scratch.tile_ld;
+    Element* p = scratch.p + (i - rows.begin) * scratch.p_ld;
+    const RowPiece piece(i, key, cols, mask.keys_of_row(i));
+    const Extremes extremes = scratch.extremes[i - rows.begin];
     const float before = scratch.row_max[r];
-    const float largest = std::max(before, scale * score_row(scoring, piece, x, scratch.row));
+    const float largest = std::max(before, scale * extremes.largest);
     // A row that has seen nothing but -inf keeps p = 2^-inf = 0 instead of NaN.
     const float shift = largest == -infinity ? 0.0f : largest;
     const float alpha = before == largest ? 1.0f : hn::GetLane(exp2(set(before - shift)));
@@ -98,8 +112,8 @@ HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const F
       dropout_bits(dropout, scoring.head_index(), static_cast<unsigned>(i), key + cols.begin, key + cols.end,
                    scratch.row.random);
     }
-    const float sum = exponentiate(piece, x, scale, shift, scratch.p + (i - rows.begin) * scratch.tile_ld,
-                                   random, dropout.threshold);
+    const auto make = scale * extremes.least - shift > -125.0f ? &exponentiate<true> : &exponentiate<false>;
+    const float sum = make(piece, x, scale, shift, p, random, dropout.threshold);
     scratch.row_max[r] = largest;
     scratch.row_sum[r] = alpha * scratch.row_sum[r] + sum;
     scratch.alpha[r] = alpha;
@@ -117,7 +131,7 @@ HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scra
       auto* to = o + problem.o.offset(b, sequence.q_begin + i, h);
       const bool seen = i < sequence.seqlen_q && scratch.row_sum[r] != 0.0f;
       if (seen) {
-        row_from_float(scratch.acc_o + r * scratch.value_ld, problem.dropout.scale / scratch.row_sum[r],
+        row_from_float(scratch.acc_o + r * scratch.value_cols, problem.dropout.scale / scratch.row_sum[r],
                        problem.head_dim_v, to);
       } else {
         zero_row(to, problem.head_dim_v);
@@ -146,7 +160,7 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
   std::fill(scratch.row_max, scratch.row_max + spare, sunk ? problem.sink(h) * log2e : -infinity);
   std::fill(scratch.row_sum, scratch.row_sum + spare, sunk ? 1.0f : 0.0f);
   std::fill(scratch.alpha, scratch.alpha + spare, 1.0f);
-  zero_row(scratch.acc_o, spare * scratch.value_ld);
+  zero_row(scratch.acc_o, spare * scratch.value_cols);
   if (!keys.empty()) {
     load_rows(problem.q, b, sequence.q_begin + live.begin, h, live.size(), problem.head_dim, scratch.q,
               scratch.depth_ld, round_up(live.size(), row_unit));
@@ -154,12 +168,12 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
 
   for (std::int64_t key = keys.begin / block_n * block_n; key < keys.end; key += block_n) {
     const Range block{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
-    load_rows(problem.k, b, sequence.k_begin + key, kv_head, block.size(), problem.head_dim, scratch.k,
-              scratch.depth_ld, block_n);
-    load_rows(problem.v, b, sequence.k_begin + key, kv_head, block.size(), problem.head_dim_v, scratch.v,
-              scratch.value_ld, block_n);
-    const OperandB k = b_transposed(scratch.k, scratch.depth_ld, scratch.depth, block_n, scratch.k_operand);
-    const OperandB v = b_rows(scratch.v, scratch.value_ld, block_n, scratch.value_ld, scratch.v_operand);
+    const Rows k_rows = rows_to_transpose(problem.k, b, sequence.k_begin + key, kv_head, block.size(),
+                                          problem.head_dim, scratch.k, scratch.depth_ld, block_n);
+    const Rows v_rows = rows_for_b(problem.v, b, sequence.k_begin + key, kv_head, block.size(),
+                                   problem.head_dim_v, scratch.v, scratch.value_ld, block_n);
+    const OperandB k = b_transposed(k_rows.data, k_rows.ld, scratch.depth, block_n, scratch.k_operand);
+    const OperandB v = b_rows(v_rows.data, v_rows.ld, block_n, scratch.value_cols, scratch.v_operand);
 
     for (std::int64_t i = live.begin; i < live.end; i += forward_tiles.tile_m) {
       const Range tile{i, std::min<long long>(i + forward_tiles.tile_m, live.end)};
@@ -173,20 +187,25 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
                                       a_rows(scratch.q + r * scratch.depth_ld, scratch.depth_ld),
                                       b_right(k, cols.begin), scratch.s + cols.begin, scratch.tile_ld);
       softmax_tile(scoring, mask, scratch, tile, live.begin, key, cols);
-      multiply_tiles<Into::scaled_add>(
-          count, scratch.value_ld, cols.size(), a_rows(scratch.p + cols.begin, scratch.tile_ld),
-          b_below(v, cols.begin), scratch.acc_o + r * scratch.value_ld, scratch.value_ld, scratch.alpha + r);
+      multiply_tiles<Into::scaled_add>(count, scratch.value_cols, cols.size(),
+                                       a_rows(scratch.p + cols.begin, scratch.p_ld), b_below(v, cols.begin),
+                                       scratch.acc_o + r * scratch.value_cols, scratch.value_cols,
+                                       scratch.alpha + r);
     }
   }
   finish_rows(problem, scratch, sequence, b, h, rows);
 }
 
-// Enough rows that bringing a key block into form is cheap, few enough that every thread has several tasks.
+// As many rows as fit into the cache, so that bringing a key block into form is cheap beside what is done
+// with it, and few enough that every thread has several tasks.
 HWY_INLINE std::int64_t forward_task_rows(const Problem& problem, int threads) {
+  const std::int64_t row_bytes = problem.head_dim * static_cast<std::int64_t>(sizeof(Element)) +
+                                 problem.head_dim_v * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t rows = problem.packed ? problem.rows_q : problem.batch * problem.rows_q;
   const std::int64_t share = rows * problem.num_heads_q / (4 * static_cast<std::int64_t>(threads));
-  const std::int64_t fitting = std::clamp<std::int64_t>(share, forward_tiles.tile_m, forward_tiles.task_m);
-  return round_up(std::min(fitting, std::max<std::int64_t>(problem.max_seqlen_q, 1)), forward_tiles.tile_m);
+  const std::int64_t most =
+      std::min({share, forward_tiles.task_bytes / row_bytes, problem.max_seqlen_q, max_task_rows});
+  return round_up(std::max<std::int64_t>(most, 1), forward_tiles.tile_m);
 }
 
 struct ForwardLayout {

@@ -17,9 +17,10 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 using Element = float;  // of the operands
 
-// Accumulators fill the registers: 6 x 4 of AVX-512's 32, 6 x 2 of the 16 that AVX2 has, NEON 6 x 4 of 32.
-constexpr int micro_rows = 6;
-constexpr int micro_vectors = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;
+// Accumulators fill the registers, and the panel of B that all rows pass over stays small: 12 x 2 of
+// AVX-512's 32 registers, 6 x 2 of the 16 that AVX2 has, 6 x 4 of NEON's 32.
+constexpr int micro_rows = HWY_CAP_GE512 ? 12 : 6;
+constexpr int micro_vectors = HWY_ARCH_ARM ? 4 : 2;
 constexpr std::int64_t micro_cols = micro_vectors * lanes;
 
 constexpr std::int64_t row_unit = 1;      // tiles have room for their rows rounded up to this
@@ -55,7 +56,7 @@ HWY_NOINLINE void microkernel(const float* HWY_RESTRICT a, std::int64_t a_row, s
                               const float* HWY_RESTRICT b, std::int64_t b_row, float* HWY_RESTRICT c,
                               std::int64_t c_row, std::int64_t depth, const float* HWY_RESTRICT scale) {
   Vec acc[rows][vectors];
-  HWY_UNROLL(8)
+  HWY_UNROLL(16)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(8)
     for (int v = 0; v < vectors; ++v) {
@@ -68,20 +69,26 @@ HWY_NOINLINE void microkernel(const float* HWY_RESTRICT a, std::int64_t a_row, s
       }
     }
   }
+  // Four rows to a pointer: what their addresses differ by then fits into the instructions.
+  constexpr int groups = (rows + 3) / 4;
+  const float* group[groups];
+  HWY_UNROLL(16)
+  for (int g = 0; g < groups; ++g) group[g] = a + 4 * g * a_row;
   for (std::int64_t k = 0; k < depth; ++k) {
     Vec bk[vectors];
     HWY_UNROLL(8)
     for (int v = 0; v < vectors; ++v) bk[v] = load(b + v * lanes);
-    HWY_UNROLL(8)
+    HWY_UNROLL(16)
     for (int r = 0; r < rows; ++r) {
-      const Vec ark = set(a[r * a_row]);
+      const Vec ark = set(group[r / 4][r % 4 * a_row]);
       HWY_UNROLL(8)
       for (int v = 0; v < vectors; ++v) acc[r][v] = hn::MulAdd(ark, bk[v], acc[r][v]);
     }
-    a += a_depth;
+    HWY_UNROLL(16)
+    for (int g = 0; g < groups; ++g) group[g] += a_depth;
     b += b_row;
   }
-  HWY_UNROLL(8)
+  HWY_UNROLL(16)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(8)
     for (int v = 0; v < vectors; ++v) store(acc[r][v], c + r * c_row + v * lanes);
@@ -100,10 +107,10 @@ constexpr std::array<Microkernel, sizeof...(i)> microkernels_of(std::index_seque
 template <Into into>
 constexpr auto microkernels = microkernels_of<into>(std::make_index_sequence<micro_rows * micro_vectors>());
 
-// c (rows x cols) from a (rows x depth) and b (depth x cols); cols is a multiple of lanes.
+// One stretch of the depth.
 template <Into into>
-HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
-                               OperandB b, float* c, std::int64_t c_row, const float* scale = nullptr) {
+HWY_INLINE void multiply_stretch(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
+                                 OperandB b, float* c, std::int64_t c_row, const float* scale) {
   for (std::int64_t col = 0; col < cols; col += micro_cols) {
     const float* panel = b.data + col / micro_cols * b.panel;
     const std::int64_t vectors = std::min(cols - col, micro_cols) / lanes;
@@ -114,6 +121,20 @@ HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_
       kernel(a.data + r * a.row, a.row, a.depth, panel, b.row, c + r * c_row + col, c_row, depth,
              scale == nullptr ? nullptr : scale + r);
     }
+  }
+}
+
+// c (rows x cols) from a (rows x depth) and b (depth x cols); cols is a multiple of lanes. The depth is cut
+// so that the panel of B which all rows pass over stays in the first-level cache.
+template <Into into>
+HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
+                               OperandB b, float* c, std::int64_t c_row, const float* scale = nullptr) {
+  constexpr std::int64_t stretch = 16384 / (micro_cols * static_cast<std::int64_t>(sizeof(float)));
+  multiply_stretch<into>(rows, cols, std::min(depth, stretch), a, b, c, c_row, scale);
+  for (std::int64_t k = stretch; k < depth; k += stretch) {
+    multiply_stretch<Into::add>(rows, cols, std::min(depth - k, stretch),
+                                {a.data + k * a.depth, a.row, a.depth}, {b.data + k * b.row, b.row, b.panel},
+                                c, c_row, nullptr);
   }
 }
 
@@ -128,6 +149,30 @@ HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std:
     for (std::int64_t r = 0; r < rows; ++r) row_to_float(from + r * view.seq, cols, to + r * ld, ld);
   });
   if (padded > rows) zero_row(to + rows * ld, (padded - rows) * ld);
+}
+
+// Rows as they lie in memory, or a copy of them.
+struct Rows {
+  const Element* data;
+  std::int64_t ld;
+};
+// Rows that will be packed into another form: they need no copy of their own where the tensor has what
+// load_rows would make.
+HWY_INLINE Rows rows_to_transpose(const View& view, std::int64_t b, std::int64_t s, std::int64_t h,
+                                  std::int64_t rows, std::int64_t cols, Element* to, std::int64_t ld,
+                                  std::int64_t padded) {
+  if (view.dtype == DType::float32 && rows == padded && cols % lanes == 0) {
+    return {static_cast<const Element*>(view.data) + view.offset(b, s, h), view.seq};
+  }
+  load_rows(view, b, s, h, rows, cols, to, ld, padded);
+  return {to, ld};
+}
+// B reads its rows many times, and wants them close together: always a copy.
+HWY_INLINE Rows rows_for_b(const View& view, std::int64_t b, std::int64_t s, std::int64_t h,
+                           std::int64_t rows, std::int64_t cols, Element* to, std::int64_t ld,
+                           std::int64_t padded) {
+  load_rows(view, b, s, h, rows, cols, to, ld, padded);
+  return {to, ld};
 }
 
 // A, as it lies in a row-major tile.
@@ -172,8 +217,10 @@ constexpr std::int64_t b_transposed_size(std::int64_t depth, std::int64_t cols) 
   return round_up(depth, lanes) * round_up(cols, micro_cols);
 }
 
-// Where the elements made from a tile of floats go: here in place of them, one by one.
-HWY_INLINE Element* elements_of(Carver& /*carve*/, float* tile, std::int64_t /*count*/) { return tile; }
+// The elements made from a row of floats take their place, one by one in ascending order: here with the same
+// row stride.
+HWY_INLINE Element* elements_in(float* tile) { return tile; }
+constexpr std::int64_t element_stride(std::int64_t tile_ld) { return tile_ld; }
 // Stores one vector of a tile's elements.
 HWY_INLINE void store_element(Vec x, Element* to) { store(x, to); }
 

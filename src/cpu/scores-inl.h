@@ -109,11 +109,17 @@ HWY_INLINE Vec score(const Scoring& scoring, const RowPiece& piece, Vec x, std::
   return masked ? hide(piece, x, c) : x;
 }
 
-// Turns q·k into scores, in place, and returns the largest. raw leaves out the scale.
+// The least and the largest score of a row. The least is -inf where nobody looked for it.
+struct Extremes {
+  float least, largest;
+};
+
+// Turns q·k into scores, in place. raw leaves out the scale.
 template <bool raw, bool masked>
-HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x, const float* bias) {
+HWY_INLINE Extremes score_row(const Scoring& scoring, const RowPiece& piece, float* x, const float* bias) {
+  Vec least[4] = {set(infinity), set(infinity), set(infinity), set(infinity)};
   Vec largest[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
-  const auto step = [&](std::int64_t c, Vec& max) HWY_ATTR {
+  const auto step = [&](std::int64_t c, int i) HWY_ATTR {
     Vec y = load(x + c);
     if constexpr (!raw) {
       Vec unused;
@@ -122,21 +128,24 @@ HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float*
       y = hide(piece, y, c);
     }
     if constexpr (!raw || masked) store(y, x + c);
-    max = hn::Max(max, y);
+    if constexpr (raw && !masked) least[i] = hn::Min(least[i], y);
+    largest[i] = hn::Max(largest[i], y);
   };
   std::int64_t c = piece.cols.begin;
   for (; c + 4 * lanes <= piece.cols.end; c += 4 * lanes) {
-    step(c, largest[0]);
-    step(c + lanes, largest[1]);
-    step(c + 2 * lanes, largest[2]);
-    step(c + 3 * lanes, largest[3]);
+    step(c, 0);
+    step(c + lanes, 1);
+    step(c + 2 * lanes, 2);
+    step(c + 3 * lanes, 3);
   }
-  for (; c < piece.cols.end; c += lanes) step(c, largest[0]);
-  return max_of(hn::Max(hn::Max(largest[0], largest[1]), hn::Max(largest[2], largest[3])));
+  for (; c < piece.cols.end; c += lanes) step(c, 0);
+  const Vec max = hn::Max(hn::Max(largest[0], largest[1]), hn::Max(largest[2], largest[3]));
+  const Vec min = hn::Min(hn::Min(least[0], least[1]), hn::Min(least[2], least[3]));
+  return {raw && !masked ? min_of(min) : -infinity, max_of(max)};
 }
 
-HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x,
-                           const RowScratch& scratch) {
+HWY_INLINE Extremes score_row(const Scoring& scoring, const RowPiece& piece, float* x,
+                              const RowScratch& scratch) {
   if (scoring.biased) load_bias(scoring, piece, scratch.bias);
   const bool raw = scoring.raw(), masked = piece.masked();
   if (raw) {

@@ -33,6 +33,11 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float log2e = 1.4426950408889634f;
 constexpr float ln2 = 0.6931471805599453f;
 
+// Row strides that are powers of two put the rows of a narrow panel into a few of the cache's sets: one more
+// line a row spreads them over all.
+template <class T>
+constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T));
+
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 HWY_INLINE Vec set(float x) { return hn::Set(FloatTag(), x); }
@@ -40,11 +45,11 @@ HWY_INLINE Vec load(const float* p) { return hn::LoadU(FloatTag(), p); }
 HWY_INLINE void store(Vec x, float* p) { hn::StoreU(x, FloatTag(), p); }
 
 // 2^x for x <= 127; 0 below -126 (so 2^-inf is exactly 0), NaN for NaN. Degree 6 is within 1 ulp, degree 4
-// within 3e-6.
-template <int degree = 6>
+// within 3e-6. normal promises that x >= -126.
+template <int degree = 6, bool normal = false>
 HWY_INLINE Vec exp2(Vec x) {
   // Max's second operand wins when the other is NaN on x86; the final blend keeps NaN everywhere else.
-  const Vec bounded = hn::Max(set(-127.0f), x);
+  const Vec bounded = normal ? x : hn::Max(set(-127.0f), x);
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
   const Vec magic = set(12582912.0f);
   const Vec shifted = hn::Add(bounded, magic);
@@ -68,7 +73,7 @@ HWY_INLINE Vec exp2(Vec x) {
   }
   const auto exponent = hn::ShiftLeft<23>(hn::BitCast(IntTag(), shifted));
   const Vec scaled = hn::BitCast(FloatTag(), hn::Add(hn::BitCast(IntTag(), p), exponent));
-  return hn::IfThenZeroElse(hn::Lt(x, set(-126.0f)), scaled);
+  return normal ? scaled : hn::IfThenZeroElse(hn::Lt(x, set(-126.0f)), scaled);
 }
 
 HWY_INLINE Vec tanh(Vec x) {
@@ -87,6 +92,9 @@ HWY_INLINE Vec tanh(Vec x) {
   return hn::IfThenElse(hn::Eq(x, x), hn::CopySign(magnitude, x), x);
 }
 
+// Where the CPU has no such instructions Highway's conversions truncate, and know neither infinity nor NaN.
+#define TESSERA_NATIVE_FLOAT16 (HWY_CAP_GE256 || HWY_ARCH_ARM)
+
 // --- Elements of any dtype ---------------------------------------------------------------------------------
 
 HWY_INLINE Vec load_as_float(const float* p) { return load(p); }
@@ -95,8 +103,14 @@ HWY_INLINE Vec load_as_float(const bfloat16* p) {
   return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(hn::PromoteTo(UintTag(), bits)));
 }
 HWY_INLINE Vec load_as_float(const float16* p) {
+#if TESSERA_NATIVE_FLOAT16
   const hn::Rebind<hwy::float16_t, FloatTag> tag;
   return hn::PromoteTo(FloatTag(), hn::BitCast(tag, hn::LoadU(HalfBitsTag(), &p->bits)));
+#else
+  float values[lanes];
+  for (std::int64_t i = 0; i < lanes; ++i) values[i] = to_float(p[i]);
+  return load(values);
+#endif
 }
 
 // The bits of bfloat16, rounded to nearest even, in the low half of each lane.
@@ -113,10 +127,10 @@ HWY_INLINE void store_from_float(Vec x, bfloat16* p) {
   hn::StoreU(hn::DemoteTo(HalfBitsTag(), hn::BitCast(IntTag(), bfloat16_bits(x))), HalfBitsTag(), &p->bits);
 }
 HWY_INLINE void store_from_float(Vec x, float16* p) {
-#if HWY_CAP_GE256 || HWY_ARCH_ARM
+#if TESSERA_NATIVE_FLOAT16
   const hn::Rebind<hwy::float16_t, FloatTag> tag;
   hn::StoreU(hn::BitCast(HalfBitsTag(), hn::DemoteTo(tag, x)), HalfBitsTag(), &p->bits);
-#else  // Highway emulates the conversion, and truncates
+#else
   float values[lanes];
   store(x, values);
   for (std::int64_t i = 0; i < lanes; ++i) p[i] = from_float<float16>(values[i]);
@@ -207,6 +221,7 @@ HWY_INLINE void transpose_cells(const std::uint32_t* from, std::int64_t from_row
 
 // --- Reductions, four accumulators wide --------------------------------------------------------------------
 
+HWY_INLINE float min_of(Vec x) { return hn::GetLane(hn::MinOfLanes(FloatTag(), x)); }
 HWY_INLINE float max_of(Vec x) { return hn::GetLane(hn::MaxOfLanes(FloatTag(), x)); }
 HWY_INLINE float sum_of(Vec x) { return hn::GetLane(hn::SumOfLanes(FloatTag(), x)); }
 

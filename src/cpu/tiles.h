@@ -6,9 +6,9 @@
 namespace tessera::cpu {
 
 struct ForwardTiles {
-  std::int64_t tile_m;   // rows of s and p
-  std::int64_t block_n;  // keys of s and p
-  std::int64_t task_m;   // rows of a task, at most
+  std::int64_t tile_m;      // rows of s and p
+  std::int64_t block_n;     // keys of s and p
+  std::int64_t task_bytes;  // of a task's q and acc_o, at most: a part of the second-level cache
 };
 
 struct BackwardTiles {
@@ -21,11 +21,14 @@ struct Tiles {
   BackwardTiles backward;
 };
 
-//                                    forward            backward
-inline constexpr Tiles amx_tiles{{32, 256, 1024}, {64, 256}};
+// clang-format off
+//                                          forward                  backward
+//                                          tile_m  block_n  bytes   tile_m  block_n
+inline constexpr Tiles amx_tiles         {{16,     256,     768 << 10},  {96,     256}};
 inline constexpr Tiles amx_emulated_tiles = amx_tiles;
-inline constexpr Tiles avx512_tiles{{48, 128, 384}, {96, 128}};
-inline constexpr Tiles avx2_tiles{{48, 128, 384}, {96, 128}};
-inline constexpr Tiles baseline_tiles{{48, 64, 192}, {48, 64}};
+inline constexpr Tiles avx512_tiles      {{48,     128,     512 << 10},  {96,     192}};
+inline constexpr Tiles avx2_tiles        {{48,     128,     256 << 10},  {96,     128}};
+inline constexpr Tiles baseline_tiles    {{48,      64,     128 << 10},  {48,      64}};
+// clang-format on
 
 }  // namespace tessera::cpu

@@ -38,13 +38,6 @@ float round_to(DType dtype, float x) {
   }
 }
 
-// The deviation of a rounding's relative error: uniform within half a unit in the last place, over mantissas
-// from 1 to 2, it is the unit roundoff by the root of 6.
-double rounding(DType dtype) {
-  const double unit = dtype == DType::float16 ? 0x1p-11 : dtype == DType::bfloat16 ? 0x1p-8 : 0x1p-24;
-  return unit / std::sqrt(6.0);
-}
-
 // What the loops below compute in. round() is applied to the operands of matmuls (with the input dtype) and
 // to results (with the dtype of the tensor that takes them).
 struct Exact {
@@ -383,10 +376,7 @@ class Loops {
     double lse = 0;
     std::vector<double> o(dim_v);
     double delta = squared(single * dout_norm * norm(r.o.data(), dim_v));
-    for (Index c = 0; c < dim_v; ++c) {
-      o[c] = squared(rounding(problem_.o.dtype) * r.o[c]);
-      delta += squared(dout[c]) * o[c];
-    }
+    for (Index c = 0; c < dim_v; ++c) delta += squared(rounding(problem_.o.dtype) * dout[c] * r.o[c]);
     // The error of a score, and with it the relative one of its probability.
     std::vector<double> score(head.sequence.seqlen_k);
     for (Index j = 0; j < head.sequence.seqlen_k; ++j) {
@@ -466,6 +456,13 @@ class Loops {
 };
 
 }  // namespace
+
+// Uniform within half a unit in the last place, over mantissas from 1 to 2: the unit roundoff by the root
+// of 6.
+double rounding(DType dtype) {
+  const double unit = dtype == DType::float16 ? 0x1p-11 : dtype == DType::bfloat16 ? 0x1p-8 : 0x1p-24;
+  return unit / std::sqrt(6.0);
+}
 
 Outputs forward(const Problem& problem) { return Loops<Exact>(problem).forward(); }
 Gradients backward(const Problem& problem) { return Loops<Exact>(problem).backward(); }

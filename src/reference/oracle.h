@@ -30,10 +30,14 @@ struct Gradients {
 [[nodiscard]] Outputs plain_forward(const Problem& problem);
 [[nodiscard]] Gradients plain_backward(const Problem& problem);
 
-// The standard deviation of the rounding errors that a computation like the plain one has, whatever the order
-// of its sums: the largest over the elements of each tensor. The errors of plain_*() are one draw from it. In
-// a tensor of few elements that draw can be 0 by luck (a row that sees one key has p = 1 and ds = 0,
-// exactly), so that it says nothing about another computation of the same quality.
+// The standard deviation of one rounding's relative error.
+[[nodiscard]] double rounding(DType dtype);
+
+// The standard deviation of the errors that a computation like the plain one has, whatever the order of its
+// sums, before the results are rounded to their tensors' dtypes: the largest over the elements of each
+// tensor. The errors of plain_*() are one draw from it. In a tensor of few elements that draw can be 0 by
+// luck (a row that sees one key has p = 1 and ds = 0, exactly), and then says nothing about another
+// computation of the same quality.
 struct Deviations {
   double o = 0, lse = 0, dq = 0, dk = 0, dv = 0, dbias = 0, dsinks = 0;
 };

@@ -176,7 +176,8 @@ std::optional<Case> parse_case(std::string_view line) {
 // ---- Fixed cases.
 
 std::vector<NamedCase> fixed_cases() {
-  // One line a case: a name, a colon and what parse_case reads.
+  // One line a case: a name, a colon and what parse_case reads. Long ones go on without a comma.
+  // NOLINTBEGIN(bugprone-suspicious-missing-comma)
   static constexpr std::string_view lines[] = {
       "empty_batch: batch=0 seqlen_q=5 seqlen_k=5",
       "empty_q: batch=2 seqlen_q=0 seqlen_k=7 num_heads_q=2 bias=bhqk dbias=1 sinks=1 dsinks=1",
@@ -221,6 +222,12 @@ std::vector<NamedCase> fixed_cases() {
       "magnitude_hidden_rows: batch=2 seqlen_q=60 seqlen_k=60 bias=bhqk bias_fill=hidden dbias=1 dlse=1",
       "magnitude_hidden_rows_sinks: seqlen_q=60 seqlen_k=60 bias=bhqk bias_fill=hidden sinks=1 dsinks=1 "
       "dlse=1",
+      "magnitude_hidden_rows_float16: batch=2 seqlen_q=60 seqlen_k=60 dtype=float16 bias=b1qk "
+      "bias_fill=hidden "
+      "bias_dtype=float16 dbias=1",
+      "magnitude_hidden_rows_bfloat16: batch=2 seqlen_q=60 seqlen_k=60 dtype=bfloat16 bias=b1qk "
+      "bias_fill=hidden "
+      "bias_dtype=bfloat16 dbias=1",
       "magnitude_lowest: batch=2 seqlen_q=60 seqlen_k=60 bias=b1qk bias_fill=lowest dbias=1",
       "magnitude_lowest_float16: seqlen_q=60 seqlen_k=60 bias=b1qk bias_fill=lowest dbias=1 dtype=float16 "
       "bias_dtype=float16 causal=1",
@@ -285,6 +292,7 @@ std::vector<NamedCase> fixed_cases() {
       "sinks=1 "
       "dsinks=1 dropout_p=0.2 dlse=1",
   };
+  // NOLINTEND(bugprone-suspicious-missing-comma)
   std::vector<NamedCase> cases;
   for (const std::string_view line : lines) {
     const std::size_t colon = line.find(':');

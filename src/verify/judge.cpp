@@ -17,12 +17,14 @@ std::string number(double x) {
 // "dq[0, 3, 1, 17]"
 std::string place_of(const char* name, const Buffer& buffer, std::int64_t index) {
   const Tensor& view = buffer.tensor();
-  std::string text = "]";
+  std::array<std::int64_t, Tensor::max_rank> at{};
   for (int d = view.rank - 1; d >= 0; --d) {
-    text = (d == 0 ? "" : ", ") + std::to_string(index % view.shape[d]) + text;
+    at[d] = index % view.shape[d];
     index /= view.shape[d];
   }
-  return name + ("[" + text);
+  std::string text = name;
+  for (int d = 0; d < view.rank; ++d) text.append(d == 0 ? "[" : ", ").append(std::to_string(at[d]));
+  return text.append("]");
 }
 
 double max_difference(const std::vector<double>& a, const std::vector<double>& b) {
@@ -34,10 +36,17 @@ double max_difference(const std::vector<double>& a, const std::vector<double>& b
   return max;
 }
 
+double max_abs(const std::vector<double>& values) {
+  double max = 0;
+  for (const double x : values) max = std::max(max, std::abs(x));
+  return max;
+}
+
 // Twice the plain computation's error plus 1e-5 (docs/semantics.md). Where that error was small by luck
-// (tensors of few elements, gradients that cancel to 0), four standard deviations of what it is a draw from.
-double tolerance(double plain_error, double deviation) {
-  return std::max(2 * plain_error, 4 * deviation) + 1e-5;
+// (tensors of few elements, gradients that cancel to 0), four standard deviations of what it is a draw from:
+// the errors on the way, and the rounding of the result.
+double tolerance(double plain_error, double deviation, double result_rounding) {
+  return std::max(2 * plain_error, 4 * std::hypot(deviation, result_rounding)) + 1e-5;
 }
 
 // The worst element of a tensor that came out.
@@ -54,7 +63,8 @@ class Comparison {
   void tensor(const char* name, const Buffer& buffer, const std::vector<double>& exact,
               const std::vector<double>& plain, double deviation) {
     const double plain_error = max_difference(exact, plain);
-    const double allowed = tolerance(plain_error, deviation);
+    const double result_rounding = reference::rounding(buffer.dtype()) * max_abs(exact);
+    const double allowed = tolerance(plain_error, deviation, result_rounding);
     if (!std::isfinite(allowed)) {
       fail(std::string(name) + ": the plain computation is not finite, so that this case cannot be judged");
     }
