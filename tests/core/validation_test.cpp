@@ -1,0 +1,754 @@
+// Every kind of bad call: its code, its exact message, and that it left all memory as it was. Then the calls
+// at the edge that are valid.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace tessera {
+namespace {
+
+constexpr std::int64_t i64_max = std::numeric_limits<std::int64_t>::max();
+constexpr double inf = std::numeric_limits<double>::infinity();
+
+enum class Base : std::uint8_t { dense, packed };
+
+// Memory for a valid call of either direction, filled with a pattern, and the two calls on it.
+// Dense: batch 2, seqlen_q 3, seqlen_k 4. Packed: lengths (2, 0, 4) and (3, 2, 4) in totals of 7 and 9.
+// 4 query heads, 2 key heads, head_dim 8, head_dim_v 6.
+class World {
+ public:
+  explicit World(Base base) : memory_(1 << 16) {
+    std::memset(memory_.data(), 0xA5, memory_.size());
+    const bool packed = base == Base::packed;
+    const auto tokens = [&](std::int64_t dense_rows, std::int64_t total, std::int64_t heads,
+                            std::int64_t dim) {
+      return packed ? make(DType::float32, {total, heads, dim})
+                    : make(DType::float32, {2, dense_rows, heads, dim});
+    };
+    const auto rows = [&] { return packed ? make(DType::float32, {4, 7}) : make(DType::float32, {2, 4, 3}); };
+    forward.q = backward.q = tokens(3, 7, 4, 8);
+    forward.k = backward.k = tokens(4, 9, 2, 8);
+    forward.v = backward.v = tokens(4, 9, 2, 6);
+    forward.o = backward.o = tokens(3, 7, 4, 6);
+    forward.lse = backward.lse = rows();
+    backward.dout = tokens(3, 7, 4, 6);
+    backward.dlse = rows();
+    backward.dq = tokens(3, 7, 4, 8);
+    backward.dk = tokens(4, 9, 2, 8);
+    backward.dv = tokens(4, 9, 2, 6);
+    if (packed) {
+      forward.options.cu_seqlens_q = ints({0, 2, 2, 6});
+      forward.options.cu_seqlens_k = ints({0, 3, 5, 9});
+    }
+    forward.workspace = {take(16384), 16384};
+    backward.options = forward.options;
+    backward.workspace = forward.workspace;
+  }
+
+  Forward forward;
+  Backward backward;
+
+  void* take(std::size_t bytes) {
+    void* address = memory_.data() + used_;
+    used_ += (bytes + 63) / 64 * 64;
+    EXPECT_LE(used_, memory_.size());
+    return address;
+  }
+  Tensor make(DType dtype, std::initializer_list<std::int64_t> shape) {
+    std::int64_t elements = 1;
+    for (const std::int64_t n : shape) elements *= n;
+    return {take(static_cast<std::size_t>(elements * size_of(dtype))), dtype, shape};
+  }
+  Tensor ints(std::initializer_list<std::int32_t> values) {
+    const Tensor tensor = make(DType::int32, {static_cast<std::int64_t>(values.size())});
+    std::copy(values.begin(), values.end(), static_cast<std::int32_t*>(tensor.data));
+    return tensor;
+  }
+  [[nodiscard]] std::vector<std::byte> snapshot() const { return {memory_.begin(), memory_.end()}; }
+
+ private:
+  // Storage in 64-byte lines: std::vector aligns to no more than 16.
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  class Storage {
+   public:
+    explicit Storage(std::size_t bytes) : lines_(bytes / 64) {}
+    [[nodiscard]] std::byte* data() { return lines_.front().bytes; }
+    [[nodiscard]] const std::byte* begin() const { return lines_.front().bytes; }
+    [[nodiscard]] const std::byte* end() const { return begin() + size(); }
+    [[nodiscard]] std::size_t size() const { return lines_.size() * 64; }
+
+   private:
+    std::vector<Line> lines_;
+  };
+  Storage memory_;
+  std::size_t used_ = 0;
+};
+
+// What a case that concerns both directions may spoil.
+struct Parts {
+  World& world;
+  Tensor &q, &k, &v, &o, &lse;
+  Options& options;
+};
+
+template <class Call>
+Parts parts_of(World& world, Call& call) {
+  return {world, call.q, call.k, call.v, call.o, call.lse, call.options};
+}
+
+template <class Target>
+struct Bad {
+  Base base;
+  std::function<void(Target&)> spoil;
+  const char* message;
+  Code code = Code::invalid_argument;
+};
+
+void set(const Tensor& tensor, std::int64_t i, std::int32_t value) {
+  static_cast<std::int32_t*>(tensor.data)[i] = value;
+}
+void shift(Tensor& tensor, int bytes) { tensor.data = static_cast<std::byte*>(tensor.data) + bytes; }
+
+Status call(const Forward& x) { return forward(x); }
+Status call(const Backward& x) { return backward(x); }
+
+template <class Call>
+void expect_refused(const World& world, const Call& x, const char* message, Code code) {
+  SCOPED_TRACE(message);
+  const std::vector<std::byte> before = world.snapshot();
+  const Status status = call(x);
+  EXPECT_EQ(status.message(), message);
+  EXPECT_EQ(status.code(), code);
+  EXPECT_TRUE(world.snapshot() == before) << "memory was written";
+}
+
+// The rule of every message: the argument, its value, and what was expected (or that there is none).
+void expect_form(const std::string& message) {
+  EXPECT_NE(message.find(": "), std::string::npos) << message;
+  const bool says = message.find(", expected ") != std::string::npos || message.ends_with(": not given");
+  EXPECT_TRUE(says) << message;
+}
+
+constexpr Base dense = Base::dense, packed = Base::packed;
+constexpr Code unsupported = Code::unsupported;
+constexpr DLDataType float64{kDLFloat, 64, 1}, float16{kDLFloat, 16, 1}, bfloat{kDLBfloat, 16, 1};
+constexpr DLDataType int32{kDLInt, 32, 1}, int64{kDLInt, 64, 1};
+constexpr DLDevice cuda0{kDLCUDA, 0}, cuda1{kDLCUDA, 1};
+
+void all_to(Parts& x, DLDevice device) {
+  for (Tensor* tensor : {&x.q, &x.k, &x.v, &x.o, &x.lse}) tensor->device = device;
+}
+void all_sixteen_bit(Parts& x, DLDataType type) {
+  for (Tensor* tensor : {&x.q, &x.k, &x.v, &x.o}) tensor->dtype = type;
+}
+
+// clang-format off
+const std::vector<Bad<Parts>>& common_cases() {
+  static const std::vector<Bad<Parts>> cases = {
+    // Presence.
+    {dense, [](Parts& x) { x.q = {}; }, "q: not given"},
+    {dense, [](Parts& x) { x.k = {}; }, "k: not given"},
+    {dense, [](Parts& x) { x.v = {}; }, "v: not given"},
+    {dense, [](Parts& x) { x.o = {}; }, "o: not given"},
+    {packed, [](Parts& x) { x.q = {}; }, "q: not given"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_q = {}; }, "cu_seqlens_q: not given, expected with cu_seqlens_k"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_k = {}; }, "cu_seqlens_k: not given, expected with cu_seqlens_q"},
+    // Devices.
+    {dense, [](Parts& x) { x.k.device = cuda0; }, "k.device: cuda:0, expected q's cpu"},
+    {dense, [](Parts& x) { x.q.device = cuda1; }, "k.device: cpu, expected q's cuda:1"},
+    {dense, [](Parts& x) { x.lse.device = cuda0; }, "lse.device: cuda:0, expected q's cpu"},
+    {dense, [](Parts& x) { all_to(x, cuda0); x.v.device = cuda1; }, "v.device: cuda:1, expected q's cuda:0"},
+    {dense, [](Parts& x) { x.o.device = {kDLMetal, 0}; }, "o.device: type 8:0, expected q's cpu"},
+    {dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {1}); x.options.bias.device = cuda0; },
+     "bias.device: cuda:0, expected q's cpu"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_q.device = cuda0; }, "cu_seqlens_q.device: cuda:0, expected q's cpu"},
+    // Dtypes.
+    {dense, [](Parts& x) { x.q.dtype = int32; }, "q.dtype: int32, expected float32, float16 or bfloat16"},
+    {dense, [](Parts& x) { x.q.dtype = float64; }, "q.dtype: float64, expected float32, float16 or bfloat16"},
+    {dense, [](Parts& x) { x.q.dtype = {kDLFloat, 32, 4}; }, "q.dtype: float32x4, expected float32, float16 or bfloat16"},
+    {dense, [](Parts& x) { x.q.dtype = {kDLUInt, 8, 1}; }, "q.dtype: uint8, expected float32, float16 or bfloat16"},
+    {dense, [](Parts& x) { x.q.dtype = {kDLComplex, 64, 1}; }, "q.dtype: complex64, expected float32, float16 or bfloat16"},
+    {dense, [](Parts& x) { x.q.dtype = {99, 32, 1}; }, "q.dtype: code99_32, expected float32, float16 or bfloat16"},
+    {dense, [](Parts& x) { x.k.dtype = float16; }, "k.dtype: float16, expected q's float32"},
+    {dense, [](Parts& x) { x.v.dtype = bfloat; }, "v.dtype: bfloat16, expected q's float32"},
+    {dense, [](Parts& x) { all_sixteen_bit(x, bfloat); x.v.dtype = float16; }, "v.dtype: float16, expected q's bfloat16"},
+    {dense, [](Parts& x) { x.o.dtype = float16; }, "o.dtype: float16, expected float32"},
+    {dense, [](Parts& x) { all_sixteen_bit(x, float16); x.o.dtype = bfloat; }, "o.dtype: bfloat16, expected q's float16 or float32"},
+    {dense, [](Parts& x) { x.lse.dtype = float16; }, "lse.dtype: float16, expected float32"},
+    {dense, [](Parts& x) { x.lse.dtype = float64; }, "lse.dtype: float64, expected float32"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_q.dtype = int64; }, "cu_seqlens_q.dtype: int64, expected int32"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_k.dtype = int64; }, "cu_seqlens_k.dtype: int64, expected int32"},
+    {dense, [](Parts& x) { x.options.seqused_q = x.world.ints({1, 1}); x.options.seqused_q.dtype = {kDLUInt, 32, 1}; },
+     "seqused_q.dtype: uint32, expected int32"},
+    {dense, [](Parts& x) { x.options.alibi_slopes = x.world.make(DType::float16, {4}); },
+     "alibi_slopes.dtype: float16, expected float32"},
+    {dense, [](Parts& x) { x.options.bias = x.world.make(DType::bfloat16, {4}); }, "bias.dtype: bfloat16, expected float32"},
+    {dense, [](Parts& x) { all_sixteen_bit(x, float16); x.options.sinks = x.world.make(DType::bfloat16, {4}); },
+     "sinks.dtype: bfloat16, expected q's float16 or float32"},
+    // Ranks.
+    {dense, [](Parts& x) { x.q.rank = 3; }, "q: rank 3, expected 4"},
+    {dense, [](Parts& x) { x.k.rank = 2; }, "k: rank 2, expected 4"},
+    {dense, [](Parts& x) { x.v.rank = 5; }, "v: rank 5, expected 4"},
+    {dense, [](Parts& x) { x.q.rank = -1; }, "q: rank 0, expected 4"},
+    {dense, [](Parts& x) { x.o.rank = 1; }, "o: rank 1, expected 4"},
+    {dense, [](Parts& x) { x.lse.rank = 2; }, "lse: rank 2, expected 3"},
+    {packed, [](Parts& x) { x.q = x.world.make(DType::float32, {1, 7, 4, 8}); }, "q: rank 4, expected 3 with cu_seqlens_q"},
+    {packed, [](Parts& x) { x.lse = x.world.make(DType::float32, {1, 4, 7}); }, "lse: rank 3, expected 2 with cu_seqlens_q"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_k = x.world.make(DType::int32, {4, 1}); }, "cu_seqlens_k: rank 2, expected 1"},
+    {dense, [](Parts& x) { x.options.alibi_slopes = x.world.make(DType::float32, {1, 2, 4}); }, "alibi_slopes: rank 3, expected 1 to 2"},
+    {dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {1, 1, 1, 1, 1}); }, "bias: rank 5, expected 1 to 4"},
+    {dense, [](Parts& x) { x.options.sinks = x.world.make(DType::float32, {1, 4}); }, "sinks: rank 2, expected 1"},
+    {dense, [](Parts& x) { x.options.seqused_k = x.world.make(DType::int32, {2, 1}); }, "seqused_k: rank 2, expected 1"},
+    // Sizes and strides of one tensor.
+    {dense, [](Parts& x) { x.q.shape[1] = -3; }, "q: shape (2, -3, 4, 8), expected sizes of at least 0"},
+    {dense, [](Parts& x) { x.lse.shape[0] = -1; }, "lse: shape (-1, 4, 3), expected sizes of at least 0"},
+    {dense, [](Parts& x) { x.q.stride[0] = -96; }, "q: stride (-96, 32, 8, 1), expected strides of at least 0"},
+    {dense, [](Parts& x) { x.v.stride[3] = -1; }, "v: stride (48, 12, 6, -1), expected strides of at least 0"},
+    {dense, [](Parts& x) { x.q.stride[3] = 2; }, "q: stride (96, 32, 8, 2), expected a last stride of 1"},
+    {dense, [](Parts& x) { x.k.stride[3] = 0; }, "k: stride (64, 16, 8, 0), expected a last stride of 1"},
+    {dense, [](Parts& x) { x.o.stride[3] = 3; }, "o: stride (72, 24, 6, 3), expected a last stride of 1"},
+    {dense, [](Parts& x) { x.q = Tensor(x.q.data, DType::float32, {2, 3, 4, 8}, {8, 1}); },
+     "q: stride (-1, -1, -1, -1), expected strides of at least 0"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_q.stride[0] = 2; }, "cu_seqlens_q: stride (2), expected a last stride of 1"},
+    {dense, [](Parts& x) { x.options.seqused_q = x.world.ints({1, 1}); x.options.seqused_q.stride[0] = 0; },
+     "seqused_q: stride (0), expected a last stride of 1"},
+    {dense, [](Parts& x) { x.k.stride[0] = i64_max; },
+     "k: shape (2, 4, 2, 8) with stride (9223372036854775807, 16, 8, 1), expected less than 2^63 bytes"},
+    {dense, [](Parts& x) { x.k.stride[0] = i64_max / 4; },
+     "k: shape (2, 4, 2, 8) with stride (2305843009213693951, 16, 8, 1), expected less than 2^63 bytes"},
+    {dense, [](Parts& x) { x.q = Tensor(x.q.data, DType::float32, {i64_max, i64_max, 4, 8}); },
+     "q: shape (9223372036854775807, 9223372036854775807, 4, 8) with stride (9223372036854775807, 32, 8, 1), "
+     "expected less than 2^63 bytes"},
+    {dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {3, 4}); x.options.bias.stride[1] = -1; },
+     "bias: stride (4, -1), expected strides of at least 0"},
+    {dense, [](Parts& x) { x.options.alibi_slopes = x.world.make(DType::float32, {4}); x.options.alibi_slopes.stride[0] = -2; },
+     "alibi_slopes: stride (-2), expected strides of at least 0"},
+    // Pointers.
+    {dense, [](Parts& x) { x.q.data = nullptr; }, "q.data: null, expected an address"},
+    {dense, [](Parts& x) { x.o.data = nullptr; }, "o.data: null, expected an address"},
+    {dense, [](Parts& x) { x.lse.data = nullptr; }, "lse.data: null, expected an address"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_k.data = nullptr; }, "cu_seqlens_k.data: null, expected an address"},
+    {dense, [](Parts& x) { x.options.sinks = Tensor(nullptr, DType::float32, {4}); }, "sinks.data: null, expected an address"},
+    {dense, [](Parts& x) { shift(x.q, 1); }, "q.data: an address 1 past a multiple of 4, expected a multiple of 4"},
+    {dense, [](Parts& x) { shift(x.v, 2); }, "v.data: an address 2 past a multiple of 4, expected a multiple of 4"},
+    {dense, [](Parts& x) { all_sixteen_bit(x, float16); shift(x.k, 3); },
+     "k.data: an address 1 past a multiple of 2, expected a multiple of 2"},
+    {dense, [](Parts& x) { shift(x.lse, 2); }, "lse.data: an address 2 past a multiple of 4, expected a multiple of 4"},
+    {packed, [](Parts& x) { shift(x.options.cu_seqlens_q, 3); },
+     "cu_seqlens_q.data: an address 3 past a multiple of 4, expected a multiple of 4"},
+    // Numbers.
+    {dense, [](Parts& x) { x.options.softmax_scale = std::nan(""); }, "softmax_scale: nan, expected a finite float32 number"},
+    {dense, [](Parts& x) { x.options.softmax_scale = inf; }, "softmax_scale: inf, expected a finite float32 number"},
+    {dense, [](Parts& x) { x.options.softmax_scale = -inf; }, "softmax_scale: -inf, expected a finite float32 number"},
+    {dense, [](Parts& x) { x.options.softmax_scale = 1e39; }, "softmax_scale: 1e+39, expected a finite float32 number"},
+    {dense, [](Parts& x) { x.options.softcap = -1; }, "softcap: -1, expected 0 (off) or a positive finite float32 number"},
+    {dense, [](Parts& x) { x.options.softcap = inf; }, "softcap: inf, expected 0 (off) or a positive finite float32 number"},
+    {dense, [](Parts& x) { x.options.softcap = std::nan(""); }, "softcap: nan, expected 0 (off) or a positive finite float32 number"},
+    {dense, [](Parts& x) { x.options.softcap = 1e-300; }, "softcap: 1e-300, expected 0 (off) or a positive finite float32 number"},
+    {dense, [](Parts& x) { x.options.dropout_p = -0.1; }, "dropout_p: -0.1, expected a number from 0 to 1"},
+    {dense, [](Parts& x) { x.options.dropout_p = 1.5; }, "dropout_p: 1.5, expected a number from 0 to 1"},
+    {dense, [](Parts& x) { x.options.dropout_p = std::nan(""); }, "dropout_p: nan, expected a number from 0 to 1"},
+    {dense, [](Parts& x) { x.options.offset = 1ULL << 36; }, "offset: 68719476736, expected a number below 2^36"},
+    {dense, [](Parts& x) { x.options.offset = ~0ULL; }, "offset: 18446744073709551615, expected a number below 2^36"},
+    {dense, [](Parts& x) { x.options.window_left = -1; }, "window_left: -1, expected at least 0, or none for no bound"},
+    {dense, [](Parts& x) { x.options.window_right = -7; }, "window_right: -7, expected at least 0, or none for no bound"},
+    {dense, [](Parts& x) { x.options.causal = true; x.options.window_right = -1; },
+     "window_right: -1, expected at least 0, or none for no bound"},
+    {dense, [](Parts& x) { x.options.num_threads = -1; }, "num_threads: -1, expected 0 to 4096"},
+    {dense, [](Parts& x) { x.options.num_threads = 4097; }, "num_threads: 4097, expected 0 to 4096"},
+    // q, k and v against each other.
+    {dense, [](Parts& x) { x.q.shape[3] = 0; }, "q: shape (2, 3, 4, 0), expected head_dim from 1 to 256"},
+    {dense, [](Parts& x) { x.q = Tensor(x.q.data, DType::float32, {2, 3, 4, 257}); },
+     "q: shape (2, 3, 4, 257), expected head_dim from 1 to 256"},
+    {dense, [](Parts& x) { x.q.shape[2] = 0; }, "q: shape (2, 3, 0, 8), expected num_heads_q from 1 to 4294967295"},
+    {dense, [](Parts& x) { x.q = Tensor(x.q.data, DType::float32, {2, 1LL << 31, 4, 8}, {0, 0, 8, 1}); },
+     "q: shape (2, 2147483648, 4, 8), expected seqlen_q from 0 to 2147483647"},
+    {packed, [](Parts& x) { x.q = Tensor(x.q.data, DType::float32, {1LL << 31, 4, 8}, {0, 8, 1}); },
+     "q: shape (2147483648, 4, 8), expected total_q from 0 to 2147483647"},
+    {dense, [](Parts& x) { x.q = Tensor(x.q.data, DType::float32, {1LL << 30, 3, 4, 8}, {0, 32, 8, 1}); },
+     "q: shape (1073741824, 3, 4, 8), expected batch (1073741824) * num_heads_q below 2^32"},
+    {dense, [](Parts& x) { x.k.shape[0] = 1; }, "k: shape (1, 4, 2, 8), expected (2, seqlen_k, num_heads_k, 8)"},
+    {dense, [](Parts& x) { x.k.shape[3] = 7; }, "k: shape (2, 4, 2, 7), expected (2, seqlen_k, num_heads_k, 8)"},
+    {packed, [](Parts& x) { x.k.shape[2] = 7; }, "k: shape (9, 2, 7), expected (total_k, num_heads_k, 8)"},
+    {dense, [](Parts& x) { x.k = Tensor(x.k.data, DType::float32, {2, 1LL << 31, 2, 8}, {0, 0, 8, 1}); },
+     "k: shape (2, 2147483648, 2, 8), expected seqlen_k from 0 to 2147483647"},
+    {dense, [](Parts& x) { x.k = x.world.make(DType::float32, {2, 4, 3, 8}); },
+     "k: shape (2, 4, 3, 8), expected num_heads to divide q's 4"},
+    {dense, [](Parts& x) { x.k.shape[2] = 0; }, "k: shape (2, 4, 0, 8), expected num_heads to divide q's 4"},
+    {dense, [](Parts& x) { x.k = x.world.make(DType::float32, {2, 4, 8, 8}); },
+     "k: shape (2, 4, 8, 8), expected num_heads to divide q's 4"},
+    {dense, [](Parts& x) { x.v.shape[0] = 1; }, "v: shape (1, 4, 2, 6), expected (2, 4, 2, head_dim_v)"},
+    {dense, [](Parts& x) { x.v.shape[1] = 3; }, "v: shape (2, 3, 2, 6), expected (2, 4, 2, head_dim_v)"},
+    {dense, [](Parts& x) { x.v.shape[2] = 1; }, "v: shape (2, 4, 1, 6), expected (2, 4, 2, head_dim_v)"},
+    {packed, [](Parts& x) { x.v.shape[0] = 8; }, "v: shape (8, 2, 6), expected (9, 2, head_dim_v)"},
+    {dense, [](Parts& x) { x.v.shape[3] = 0; }, "v: shape (2, 4, 2, 0), expected head_dim_v from 1 to 256"},
+    {dense, [](Parts& x) { x.v = Tensor(x.v.data, DType::float32, {2, 4, 2, 300}); },
+     "v: shape (2, 4, 2, 300), expected head_dim_v from 1 to 256"},
+    {dense, [](Parts& x) { x.o.shape[3] = 5; }, "o: shape (2, 3, 4, 5), expected (2, 3, 4, 6)"},
+    {dense, [](Parts& x) { x.o.shape[1] = 2; }, "o: shape (2, 2, 4, 6), expected (2, 3, 4, 6)"},
+    {packed, [](Parts& x) { x.o.shape[0] = 6; }, "o: shape (6, 4, 6), expected (7, 4, 6)"},
+    {dense, [](Parts& x) { x.lse = Tensor(x.lse.data, DType::float32, {2, 3, 4}); }, "lse: shape (2, 3, 4), expected (2, 4, 3)"},
+    {packed, [](Parts& x) { x.lse = Tensor(x.lse.data, DType::float32, {7, 4}); }, "lse: shape (7, 4), expected (4, 7)"},
+    // Lengths.
+    {packed, [](Parts& x) { x.options.cu_seqlens_q.shape[0] = 0; }, "cu_seqlens_q: shape (0), expected (batch + 1)"},
+    {packed, [](Parts& x) { x.options.cu_seqlens_k.shape[0] = 3; }, "cu_seqlens_k: shape (3), expected (4)"},
+    {packed, [](Parts& x) { set(x.options.cu_seqlens_q, 0, 1); }, "cu_seqlens_q[0]: 1, expected 0"},
+    {packed, [](Parts& x) { set(x.options.cu_seqlens_k, 0, -1); }, "cu_seqlens_k[0]: -1, expected 0"},
+    {packed, [](Parts& x) { set(x.options.cu_seqlens_q, 2, 1); }, "cu_seqlens_q[2]: 1, expected at least cu_seqlens_q[1], 2"},
+    {packed, [](Parts& x) { set(x.options.cu_seqlens_k, 1, -5); }, "cu_seqlens_k[1]: -5, expected at least cu_seqlens_k[0], 0"},
+    {packed, [](Parts& x) { set(x.options.cu_seqlens_q, 3, 8); }, "cu_seqlens_q[3]: 8, expected at most total_q, 7"},
+    {packed, [](Parts& x) { set(x.options.cu_seqlens_k, 3, 10); }, "cu_seqlens_k[3]: 10, expected at most total_k, 9"},
+    {packed, [](Parts& x) { x.options.max_seqlen_q = 3; }, "max_seqlen_q: 3, expected at least 4, the longest sequence"},
+    {packed, [](Parts& x) { x.options.max_seqlen_k = -1; }, "max_seqlen_k: -1, expected at least 4, the longest sequence"},
+    {packed, [](Parts& x) { x.options.max_seqlen_k = 1LL << 31; }, "max_seqlen_k: 2147483648, expected at most 2147483647"},
+    {dense, [](Parts& x) { x.options.max_seqlen_q = 3; }, "max_seqlen_q: 3, expected only with cu_seqlens_q"},
+    {dense, [](Parts& x) { x.options.max_seqlen_k = 4; }, "max_seqlen_k: 4, expected only with cu_seqlens_k"},
+    {dense, [](Parts& x) { x.options.seqused_q = x.world.ints({1, 2, 3}); }, "seqused_q: shape (3), expected (2)"},
+    {dense, [](Parts& x) { x.options.seqused_q = x.world.ints({3, 4}); }, "seqused_q[1]: 4, expected 0 to 3"},
+    {dense, [](Parts& x) { x.options.seqused_k = x.world.ints({-1, 4}); }, "seqused_k[0]: -1, expected 0 to 4"},
+    {packed, [](Parts& x) { x.options.seqused_q = x.world.ints({2, 1, 4}); }, "seqused_q[1]: 1, expected 0 to 0"},
+    {packed, [](Parts& x) { x.options.seqused_k = x.world.ints({3, 2, 5}); }, "seqused_k[2]: 5, expected 0 to 4"},
+    // Options that are tensors.
+    {dense, [](Parts& x) { x.options.alibi_slopes = x.world.make(DType::float32, {2}); }, "alibi_slopes: shape (2), expected (4)"},
+    {dense, [](Parts& x) { x.options.alibi_slopes = x.world.make(DType::float32, {1, 4}); },
+     "alibi_slopes: shape (1, 4), expected (2, 4)"},
+    {dense, [](Parts& x) { x.options.sinks = x.world.make(DType::float32, {2}); }, "sinks: shape (2), expected (4)"},
+    {dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {3, 5}); },
+     "bias: shape (3, 5), expected a broadcast of (2, 4, 3, 4)"},
+    {dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {2, 2, 3, 4}); },
+     "bias: shape (2, 2, 3, 4), expected a broadcast of (2, 4, 3, 4)"},
+    {dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {0}); },
+     "bias: shape (0), expected a broadcast of (2, 4, 3, 4)"},
+    {packed, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {7, 4}); },
+     "bias: shape (7, 4), expected a broadcast of (3, 4, 4, 4)"},
+    {packed, [](Parts& x) { x.options.max_seqlen_q = 5; x.options.bias = x.world.make(DType::float32, {4, 4}); },
+     "bias: shape (4, 4), expected a broadcast of (3, 4, 5, 4)"},
+  };
+  return cases;
+}
+
+const std::vector<Bad<Forward>>& forward_cases() {
+  static const std::vector<Bad<Forward>> cases = {
+    {dense, [](Forward& x) { for (Tensor* t : {&x.q, &x.k, &x.v, &x.o, &x.lse}) t->device = cuda0; },
+     "q.device: cuda:0, expected cpu: this build has no GPU backend yet", unsupported},
+    {dense, [](Forward& x) { x.o.stride[0] = 0; },
+     "o: shape (2, 3, 4, 6) with stride (0, 24, 6, 1), expected an output whose elements do not overlap"},
+    {dense, [](Forward& x) { x.o.stride[2] = 5; },
+     "o: shape (2, 3, 4, 6) with stride (72, 24, 5, 1), expected an output whose elements do not overlap"},
+    {packed, [](Forward& x) { x.o.stride[0] = 23; },
+     "o: shape (7, 4, 6) with stride (23, 6, 1), expected an output whose elements do not overlap"},
+    {dense, [](Forward& x) { x.lse.stride[2] = 0; },
+     "lse: shape (2, 4, 3) with stride (12, 3, 0), expected an output whose elements do not overlap"},
+    {dense, [](Forward& x) { x.lse.stride[1] = 2; },
+     "lse: shape (2, 4, 3) with stride (12, 2, 1), expected an output whose elements do not overlap"},
+    {dense, [](Forward& x) { x.o.data = x.q.data; }, "o: shares memory with q, expected memory of its own"},
+    {dense, [](Forward& x) { x.o.data = static_cast<float*>(x.v.data) + 1; },
+     "o: shares memory with v, expected memory of its own"},
+    {dense, [](Forward& x) { x.lse.data = x.o.data; }, "o: shares memory with lse, expected memory of its own"},
+    {dense, [](Forward& x) { x.lse.data = static_cast<float*>(x.k.data) + 127; },
+     "lse: shares memory with k, expected memory of its own"},
+    {packed, [](Forward& x) { x.lse.data = x.options.cu_seqlens_q.data; },
+     "lse: shares memory with cu_seqlens_q, expected memory of its own"},
+  };
+  return cases;
+}
+
+const std::vector<Bad<Backward>>& backward_cases() {
+  static const std::vector<Bad<Backward>> cases = {
+    {dense, [](Backward& x) { x.lse = {}; }, "lse: not given"},
+    {dense, [](Backward& x) { x.dout = {}; }, "dout: not given"},
+    {dense, [](Backward& x) { x.dq = {}; }, "dq: not given"},
+    {dense, [](Backward& x) { x.dk = {}; }, "dk: not given"},
+    {dense, [](Backward& x) { x.dv = {}; }, "dv: not given"},
+    {dense, [](Backward& x) { x.dout.device = cuda0; }, "dout.device: cuda:0, expected q's cpu"},
+    {dense, [](Backward& x) { x.dout.dtype = bfloat; }, "dout.dtype: bfloat16, expected float32"},
+    {dense, [](Backward& x) { x.dlse.dtype = float16; }, "dlse.dtype: float16, expected float32"},
+    {dense, [](Backward& x) { x.dq.dtype = float16; }, "dq.dtype: float16, expected float32"},
+    {dense, [](Backward& x) { x.dk.dtype = float64; }, "dk.dtype: float64, expected float32"},
+    {dense, [](Backward& x) { x.dv.dtype = int32; }, "dv.dtype: int32, expected float32"},
+    {dense, [](Backward& x) { x.dout.rank = 3; }, "dout: rank 3, expected 4"},
+    {packed, [](Backward& x) { x.dq.rank = 2; }, "dq: rank 2, expected 3 with cu_seqlens_q"},
+    {dense, [](Backward& x) { x.dlse.rank = 1; }, "dlse: rank 1, expected 3"},
+    {dense, [](Backward& x) { x.dout.stride[3] = 2; }, "dout: stride (72, 24, 6, 2), expected a last stride of 1"},
+    {dense, [](Backward& x) { x.dk.stride[0] = -64; }, "dk: stride (-64, 16, 8, 1), expected strides of at least 0"},
+    {dense, [](Backward& x) { x.dq.stride[1] = 0; },
+     "dq: shape (2, 3, 4, 8) with stride (96, 0, 8, 1), expected an output whose elements do not overlap"},
+    {dense, [](Backward& x) { x.dk.stride[2] = 0; },
+     "dk: shape (2, 4, 2, 8) with stride (64, 16, 0, 1), expected an output whose elements do not overlap"},
+    {dense, [](Backward& x) { x.dv.stride[0] = 47; },
+     "dv: shape (2, 4, 2, 6) with stride (47, 12, 6, 1), expected an output whose elements do not overlap"},
+    {dense, [](Backward& x) { x.dout.data = nullptr; }, "dout.data: null, expected an address"},
+    {dense, [](Backward& x) { x.dv.data = nullptr; }, "dv.data: null, expected an address"},
+    {dense, [](Backward& x) { shift(x.dq, 2); }, "dq.data: an address 2 past a multiple of 4, expected a multiple of 4"},
+    {dense, [](Backward& x) { x.dout.shape[3] = 8; }, "dout: shape (2, 3, 4, 8), expected (2, 3, 4, 6)"},
+    {dense, [](Backward& x) { x.dlse.shape[2] = 2; }, "dlse: shape (2, 4, 2), expected (2, 4, 3)"},
+    {dense, [](Backward& x) { x.dq.shape[2] = 2; }, "dq: shape (2, 3, 2, 8), expected (2, 3, 4, 8)"},
+    {dense, [](Backward& x) { x.dk.shape[1] = 3; }, "dk: shape (2, 3, 2, 8), expected (2, 4, 2, 8)"},
+    {dense, [](Backward& x) { x.dv.shape[3] = 5; }, "dv: shape (2, 4, 2, 5), expected (2, 4, 2, 6)"},
+    {packed, [](Backward& x) { x.dk.shape[0] = 7; }, "dk: shape (7, 2, 8), expected (9, 2, 8)"},
+    {dense, [](Backward& x) { x.dq.data = x.q.data; }, "dq: shares memory with q, expected memory of its own"},
+    {dense, [](Backward& x) { x.dv.data = x.dk.data; }, "dk: shares memory with dv, expected memory of its own"},
+    {dense, [](Backward& x) { x.dv.data = static_cast<float*>(x.dout.data) + 3; },
+     "dv: shares memory with dout, expected memory of its own"},
+  };
+  return cases;
+}
+
+// dbias and dsinks, which need the options that they are the gradients of.
+const std::vector<Bad<World>>& option_gradient_cases() {
+  static const std::vector<Bad<World>> cases = {
+    {dense, [](World& w) { w.backward.dbias = w.make(DType::float32, {3, 4}); }, "dbias: given, expected only with bias"},
+    {dense, [](World& w) { w.backward.dsinks = w.make(DType::float32, {4}); }, "dsinks: given, expected only with sinks"},
+    {dense, [](World& w) { w.backward.options.bias = w.make(DType::float32, {3, 4}); w.backward.dbias = w.make(DType::float32, {1, 4}); },
+     "dbias: shape (1, 4), expected (3, 4)"},
+    {dense, [](World& w) { w.backward.options.bias = w.make(DType::float32, {3, 4}); w.backward.dbias = w.make(DType::float32, {1, 3, 4}); },
+     "dbias: shape (1, 3, 4), expected (3, 4)"},
+    {dense, [](World& w) {
+       w.backward.options.bias = w.make(DType::float32, {3, 4});
+       w.backward.dbias = Tensor(w.take(64), DType::float32, {3, 4}, {0, 1});
+     },
+     "dbias: shape (3, 4) with stride (0, 1), expected an output whose elements do not overlap"},
+    {dense, [](World& w) { w.backward.options.bias = w.backward.dbias = w.make(DType::float32, {3, 4}); },
+     "dbias: shares memory with bias, expected memory of its own"},
+    {dense, [](World& w) { w.backward.options.sinks = w.make(DType::float32, {4}); w.backward.dsinks = w.make(DType::float32, {3}); },
+     "dsinks: shape (3), expected (4)"},
+    {dense, [](World& w) { w.backward.options.sinks = w.make(DType::float32, {4}); w.backward.dsinks = w.make(DType::float16, {4}); },
+     "dsinks.dtype: float16, expected float32"},
+    {dense, [](World& w) {
+       for (Tensor* t : {&w.backward.q, &w.backward.k, &w.backward.v}) t->dtype = bfloat;
+       w.backward.options.sinks = w.make(DType::bfloat16, {4});
+       w.backward.dsinks = w.make(DType::float32, {4});
+     },
+     "dsinks.dtype: float32, expected sinks's bfloat16"},
+    {dense, [](World& w) {
+       for (Tensor* t : {&w.backward.q, &w.backward.k, &w.backward.v}) t->dtype = float16;
+       w.backward.options.bias = w.make(DType::float32, {3, 4});
+       w.backward.dbias = w.make(DType::float16, {3, 4});
+     },
+     "dbias.dtype: float16, expected bias's float32"},
+    {dense, [](World& w) {
+       w.backward.options.sinks = w.make(DType::float32, {4});
+       w.backward.dsinks = Tensor(w.take(64), DType::float32, {4}, {0});
+     },
+     "dsinks: shape (4) with stride (0), expected an output whose elements do not overlap"},
+  };
+  return cases;
+}
+// clang-format on
+
+TEST(Validation, RefusesEveryBadCallForward) {
+  for (const Bad<Parts>& bad : common_cases()) {
+    World world(bad.base);
+    Parts parts = parts_of(world, world.forward);
+    bad.spoil(parts);
+    expect_refused(world, world.forward, bad.message, bad.code);
+    expect_form(bad.message);
+  }
+}
+
+TEST(Validation, RefusesEveryBadCallBackward) {
+  for (const Bad<Parts>& bad : common_cases()) {
+    World world(bad.base);
+    Parts parts = parts_of(world, world.backward);
+    bad.spoil(parts);
+    expect_refused(world, world.backward, bad.message, bad.code);
+  }
+}
+
+TEST(Validation, RefusesBadOutputsForward) {
+  for (const Bad<Forward>& bad : forward_cases()) {
+    World world(bad.base);
+    bad.spoil(world.forward);
+    expect_refused(world, world.forward, bad.message, bad.code);
+    expect_form(bad.message);
+  }
+}
+
+TEST(Validation, RefusesBadGradientsBackward) {
+  for (const Bad<Backward>& bad : backward_cases()) {
+    World world(bad.base);
+    bad.spoil(world.backward);
+    expect_refused(world, world.backward, bad.message, bad.code);
+    expect_form(bad.message);
+  }
+  for (const Bad<World>& bad : option_gradient_cases()) {
+    World world(bad.base);
+    bad.spoil(world);
+    expect_refused(world, world.backward, bad.message, bad.code);
+    expect_form(bad.message);
+  }
+}
+
+TEST(Validation, PlanningCallsSeeTheSameFaults) {
+  World world(dense);
+  world.forward.k.shape[2] = 0;
+  const char* message = "k: shape (2, 4, 0, 8), expected num_heads to divide q's 4";
+  EXPECT_EQ(workspace_size(world.forward).status().message(), message);
+  EXPECT_EQ(explain(world.forward).status().message(), message);
+  world.backward.dq = {};
+  EXPECT_EQ(workspace_size(world.backward).status().message(), "dq: not given");
+  EXPECT_EQ(explain(world.backward).status().message(), "dq: not given");
+}
+
+TEST(Validation, PlanningCallsNeedNoData) {
+  World world(packed);
+  for (Tensor* tensor :
+       {&world.forward.q, &world.forward.k, &world.forward.v, &world.forward.o, &world.forward.lse}) {
+    tensor->data = nullptr;
+  }
+  EXPECT_TRUE(explain(world.forward).ok()) << explain(world.forward).status().message();
+  EXPECT_FALSE(validate(world.forward).ok());
+  world.forward.options.cu_seqlens_q.data = nullptr;
+  EXPECT_EQ(explain(world.forward).status().message(), "cu_seqlens_q.data: null, expected an address");
+}
+
+// --- valid calls at the edge ---
+
+template <class Call>
+void expect_valid(const Call& x) {
+  const Result<Problem> problem = validate(x);
+  EXPECT_TRUE(problem.ok()) << problem.status().message();
+}
+
+struct Good {
+  const char* what;
+  Base base;
+  std::function<void(Parts&)> change;
+};
+
+// clang-format off
+const std::vector<Good>& good_cases() {
+  static const std::vector<Good> cases = {
+    {"as it is", dense, [](Parts&) {}},
+    {"packed, as it is", packed, [](Parts&) {}},
+    {"expanded keys", dense, [](Parts& x) { x.k.stride = {0, 0, 0, 1}; x.v.stride = {0, 12, 0, 1}; }},
+    {"expanded queries", packed, [](Parts& x) { x.q.stride = {0, 0, 1}; }},
+    {"padded rows", dense, [](Parts& x) { x.k = Tensor(x.world.take(4096), DType::float32, {2, 4, 2, 8}, {200, 40, 11, 1}); }},
+    {"heads before rows", dense, [](Parts& x) { x.q.stride = {96, 8, 24, 1}; }},
+    {"keys that are values", dense, [](Parts& x) { x.k.shape[3] = x.q.shape[3] = 6; x.v.data = x.k.data; }},
+    {"another CPU", dense, [](Parts& x) { x.k.device = {kDLCPU, 1}; }},
+    {"largest window", dense, [](Parts& x) { x.options.window_left = x.options.window_right = i64_max; }},
+    {"empty window", dense, [](Parts& x) { x.options.window_left = x.options.window_right = 0; }},
+    {"causal and a right side", dense, [](Parts& x) { x.options.causal = true; x.options.window_right = 5; }},
+    {"top left", dense, [](Parts& x) { x.options.causal = true; x.options.alignment = Alignment::top_left; }},
+    {"negative scale", dense, [](Parts& x) { x.options.softmax_scale = -2.0; }},
+    {"zero scale", dense, [](Parts& x) { x.options.softmax_scale = 0.0; }},
+    {"softcap", dense, [](Parts& x) { x.options.softcap = 30.0; }},
+    {"drop nothing", dense, [](Parts& x) { x.options.dropout_p = 0.0; x.options.offset = Philox::max_offset; }},
+    {"drop all", dense, [](Parts& x) { x.options.dropout_p = 1.0; x.options.seed = ~0ULL; }},
+    {"most threads", dense, [](Parts& x) { x.options.num_threads = 4096; }},
+    {"one slope for all heads", dense, [](Parts& x) { x.options.alibi_slopes = Tensor(x.world.take(4), DType::float32, {4}, {0}); }},
+    {"slopes for each batch", dense, [](Parts& x) { x.options.alibi_slopes = x.world.make(DType::float32, {2, 4}); }},
+    {"slopes for each sequence", packed, [](Parts& x) { x.options.alibi_slopes = x.world.make(DType::float32, {3, 4}); }},
+    {"bias (1)", dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {1}); }},
+    {"bias (seqlen_k)", dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {4}); }},
+    {"bias (1, 4, 3, 1)", dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {1, 4, 3, 1}); }},
+    {"full bias", dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {2, 4, 3, 4}); }},
+    {"transposed bias", dense, [](Parts& x) { x.options.bias = Tensor(x.world.take(256), DType::float32, {3, 4}, {1, 3}); }},
+    {"expanded bias", dense, [](Parts& x) { x.options.bias = Tensor(x.world.take(256), DType::float32, {2, 4, 3, 4}, {0, 0, 4, 1}); }},
+    {"packed bias", packed, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {3, 1, 4, 4}); }},
+    {"packed bias of a longer max_seqlen", packed, [](Parts& x) {
+       x.options.max_seqlen_q = 5;
+       x.options.max_seqlen_k = 7;
+       x.options.bias = x.world.make(DType::float32, {5, 7});
+     }},
+    {"sinks, strided", dense, [](Parts& x) { x.options.sinks = Tensor(x.world.take(64), DType::float32, {4}, {3}); }},
+    {"seqused", dense, [](Parts& x) { x.options.seqused_q = x.world.ints({0, 3}); x.options.seqused_k = x.world.ints({4, 0}); }},
+    {"seqused, packed", packed, [](Parts& x) { x.options.seqused_q = x.world.ints({2, 0, 1}); x.options.seqused_k = x.world.ints({0, 2, 4}); }},
+    {"exact max_seqlen", packed, [](Parts& x) { x.options.max_seqlen_q = x.options.max_seqlen_k = 4; }},
+    {"all sequences empty", packed, [](Parts& x) { for (int i : {1, 2, 3}) { set(x.options.cu_seqlens_q, i, 0); } }},
+    {"no sequence", packed, [](Parts& x) { x.options.cu_seqlens_q.shape[0] = x.options.cu_seqlens_k.shape[0] = 1; }},
+    {"seqused of no sequence", packed, [](Parts& x) {
+       x.options.cu_seqlens_q.shape[0] = x.options.cu_seqlens_k.shape[0] = 1;
+       x.options.seqused_k = Tensor(nullptr, DType::int32, {0});
+     }},
+  };
+  return cases;
+}
+// clang-format on
+
+TEST(Validation, TakesValidCalls) {
+  for (const Good& good : good_cases()) {
+    SCOPED_TRACE(good.what);
+    World world(good.base);
+    Parts parts = parts_of(world, world.forward);
+    good.change(parts);
+    expect_valid(world.forward);
+
+    World other(good.base);
+    Parts other_parts = parts_of(other, other.backward);
+    good.change(other_parts);
+    // The gradients of a changed head_dim have its size.
+    other.backward.dq.shape = other.backward.q.shape;
+    other.backward.dk.shape = other.backward.k.shape;
+    expect_valid(other.backward);
+  }
+}
+
+TEST(Validation, OptionalTensorsMayBeAbsent) {
+  World world(dense);
+  world.forward.lse = {};
+  expect_valid(world.forward);
+  world.backward.dlse = {};
+  expect_valid(world.backward);
+  EXPECT_FALSE(validate(world.forward).value().lse.given());
+  EXPECT_FALSE(validate(world.backward).value().dlse.given());
+}
+
+TEST(Validation, EmptyTensorsNeedNoMemory) {
+  World world(dense);
+  Forward x;
+  x.q = world.make(DType::float32, {2, 3, 4, 8});
+  x.k = Tensor(nullptr, DType::float32, {2, 0, 2, 8});
+  x.v = Tensor(nullptr, DType::float32, {2, 0, 2, 6}, {-1, -1, -1, 9});
+  x.o = world.make(DType::float32, {2, 3, 4, 6});
+  x.options.bias = Tensor(nullptr, DType::float32, {3, 0});
+  expect_valid(x);
+
+  for (const std::int64_t batch : {0, 2}) {
+    const std::int64_t rows = batch == 0 ? 3 : 0;
+    Forward empty;
+    empty.q = Tensor(nullptr, DType::float16, {batch, rows, 4, 8});
+    empty.k = empty.v = Tensor(nullptr, DType::float16, {batch, rows, 4, 8});
+    empty.o = Tensor(nullptr, DType::float16, {batch, rows, 4, 8});
+    empty.lse = Tensor(nullptr, DType::float32, {batch, 4, rows});
+    expect_valid(empty);
+  }
+}
+
+TEST(Validation, TakesTheLargestSizes) {
+  const auto valid = [](const Forward& x) {
+    const Result<Problem> problem = validate(x, Pointers::optional);
+    EXPECT_TRUE(problem.ok()) << problem.status().message();
+  };
+  const auto shaped = [](std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t dim) {
+    Forward x;
+    x.q = x.k = x.v = x.o = Tensor(nullptr, DType::bfloat16, {batch, rows, heads, dim});
+    return x;
+  };
+  valid(shaped(1, 1, 1, 256));
+  valid(shaped(1, 1, 1, 1));
+  valid(shaped(1, (1LL << 31) - 1, 8, 128));
+  valid(shaped((1LL << 32) - 1, 1, 1, 64));
+  valid(shaped(1, 1, (1LL << 32) - 1, 64));
+}
+
+TEST(Validation, StridesOfSizeOneAreIgnored) {
+  World world(dense);
+  Forward& x = world.forward;
+  x.q = Tensor(x.q.data, DType::float32, {1, 3, 1, 1}, {-5, 7, i64_max, 99});
+  x.k = Tensor(x.k.data, DType::float32, {1, 4, 1, 1}, {i64_max, 2, -1, -1});
+  x.v = Tensor(x.v.data, DType::float32, {1, 4, 1, 6}, {0, 6, -1, 1});
+  x.o = Tensor(x.o.data, DType::float32, {1, 3, 1, 6}, {0, 6, 0, 1});
+  x.lse = Tensor(x.lse.data, DType::float32, {1, 1, 3}, {0, 0, 2});
+  const Result<Problem> problem = validate(x);
+  ASSERT_TRUE(problem.ok()) << problem.status().message();
+  EXPECT_EQ(problem.value().q.batch, 0);
+  EXPECT_EQ(problem.value().q.seq, 7);
+  EXPECT_EQ(problem.value().q.head, 0);
+  EXPECT_EQ(problem.value().k.seq, 2);
+  EXPECT_EQ(problem.value().lse.seq, 2);
+}
+
+TEST(Validation, SlicesOfOneBufferDoNotAlias) {
+  World world(dense);
+  Backward& x = world.backward;
+  // dq (4 heads), dk and dv (2 each) as slices of one (2, 4, 8, 8) buffer, q, k and v of another.
+  const auto slices = [&](Tensor& q, Tensor& k, Tensor& v) {
+    auto* buffer = static_cast<float*>(world.take(2 * 4 * 8 * 8 * sizeof(float)));
+    q = Tensor(buffer, DType::float32, {2, 4, 4, 8}, {256, 64, 8, 1});
+    k = Tensor(buffer + 32, DType::float32, {2, 4, 2, 8}, {256, 64, 8, 1});
+    v = Tensor(buffer + 48, DType::float32, {2, 4, 2, 8}, {256, 64, 8, 1});
+  };
+  slices(x.q, x.k, x.v);
+  slices(x.dq, x.dk, x.dv);
+  x.o = world.make(DType::float32, {2, 4, 4, 8});
+  x.dout = world.make(DType::float32, {2, 4, 4, 8});
+  x.lse = world.make(DType::float32, {2, 4, 4});
+  x.dlse = {};
+  expect_valid(x);
+  x.dk.data = x.dv.data;
+  EXPECT_EQ(validate(x).status().message(), "dk: shares memory with dv, expected memory of its own");
+}
+
+// --- the normal form ---
+
+TEST(Validation, NormalFormOfADenseCall) {
+  World world(dense);
+  Forward& x = world.forward;
+  x.options.causal = true;
+  x.options.window_left = 2;
+  x.options.bias = world.make(DType::float32, {4, 1, 4});
+  const Problem problem = validate(x).or_throw();
+  EXPECT_EQ(problem.direction, Direction::forward);
+  EXPECT_EQ(problem.batch, 2);
+  EXPECT_EQ(problem.num_heads_q, 4);
+  EXPECT_EQ(problem.num_heads_k, 2);
+  EXPECT_EQ(problem.group_size, 2);
+  EXPECT_EQ(problem.head_dim, 8);
+  EXPECT_EQ(problem.head_dim_v, 6);
+  EXPECT_EQ(problem.rows_q, 3);
+  EXPECT_EQ(problem.rows_k, 4);
+  EXPECT_EQ(problem.max_seqlen_q, 3);
+  EXPECT_EQ(problem.max_seqlen_k, 4);
+  EXPECT_FALSE(problem.packed);
+  EXPECT_DOUBLE_EQ(problem.softmax_scale, 1 / std::sqrt(8.0));
+  EXPECT_EQ(problem.window_left, 2);
+  EXPECT_EQ(problem.window_right, 0);
+  EXPECT_EQ(problem.q.offset(1, 2, 3), 1 * 96 + 2 * 32 + 3 * 8);
+  EXPECT_EQ(problem.lse.offset(1, 2, 3), 1 * 12 + 3 * 3 + 2);
+  EXPECT_EQ(problem.bias.offset(1, 2, 2, 3), 2 * 4 + 3);
+  EXPECT_EQ(problem.bias.extent[0], 1);
+  EXPECT_EQ(problem.bias.extent[1], 4);
+  EXPECT_EQ(problem.bias.extent[2], 1);
+  EXPECT_EQ(problem.bias.extent[3], 4);
+  EXPECT_EQ(problem.mask(problem.sequence(0)).shift, 1);
+}
+
+TEST(Validation, NormalFormOfAPackedCall) {
+  World world(packed);
+  Forward& x = world.forward;
+  x.options.seqused_k = world.ints({1, 2, 3});
+  x.options.alignment = Alignment::top_left;
+  const Problem problem = validate(x).or_throw();
+  EXPECT_TRUE(problem.packed);
+  EXPECT_EQ(problem.batch, 3);
+  EXPECT_EQ(problem.rows_q, 7);
+  EXPECT_EQ(problem.max_seqlen_q, 4);
+  const Sequence sequence = problem.sequence(2);
+  EXPECT_EQ(sequence.q_begin, 2);
+  EXPECT_EQ(sequence.k_begin, 5);
+  EXPECT_EQ(sequence.seqlen_q, 4);
+  EXPECT_EQ(sequence.seqlen_k, 3);
+  EXPECT_EQ(sequence.allocated_k, 4);
+  EXPECT_EQ(problem.mask(sequence).shift, 0);
+  EXPECT_EQ(problem.q.offset(2, 3, 1), 3 * 32 + 8);
+  EXPECT_EQ(problem.lse.offset(2, 3, 1), 1 * 7 + 3);
+}
+
+TEST(Validation, ReadsDLTensors) {
+  std::vector<float> memory(64);
+  std::int64_t shape[5] = {2, 3, 4, 1, 1};
+  DLTensor tensor{memory.data(), {kDLCPU, 0}, 3, {kDLFloat, 32, 1}, shape, nullptr, 8};
+  const Tensor view(tensor);
+  EXPECT_EQ(view.data, memory.data() + 2);
+  EXPECT_EQ(view.rank, 3);
+  EXPECT_EQ(view.stride[0], 12);
+  EXPECT_EQ(view.stride[2], 1);
+  tensor.ndim = 5;
+  EXPECT_EQ(Tensor(tensor).rank, 5);
+  tensor.ndim = 0;
+  EXPECT_TRUE(Tensor(tensor).given()) << "a scalar must not pass for an absent tensor";
+}
+
+}  // namespace
+}  // namespace tessera
