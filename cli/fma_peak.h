@@ -1,0 +1,9 @@
+// The yardstick of "% of peak": fp32 fused multiply-adds as fast as this machine does them, all threads at
+// once.
+#pragma once
+
+namespace tessera::cli {
+
+[[nodiscard]] double measure_fma_peak(int threads);  // FLOP/s
+
+}  // namespace tessera::cli
