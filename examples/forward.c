@@ -5,11 +5,10 @@
  * With a window of (0, 0) each query sees its own key only, so o must equal v. Then the same call with a bad
  * option, to show what an error looks like.
  */
-#include <tessera/tessera.h>
-
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <tessera/tessera.h>
 
 enum { BATCH = 1, SEQLEN = 256, HEADS = 4, DIM = 64, COUNT = BATCH * SEQLEN * HEADS * DIM };
 

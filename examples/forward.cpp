@@ -4,8 +4,6 @@
 //
 // Prints which kernel would run and why, then checks two things that hold for any input: the first query
 // sees one key, so its output is that key's value; and with dout = 1 the entries of dv sum to those of dout.
-#include <tessera/tessera.hpp>
-
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +11,7 @@
 #include <exception>
 #include <numeric>
 #include <random>
+#include <tessera/tessera.hpp>
 #include <vector>
 
 namespace {
