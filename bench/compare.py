@@ -91,8 +91,8 @@ def alternate(
     while turn < least or (time.perf_counter() - begin < min_time and turn < 200):
         pair = pairs[turn % len(pairs)]
         for who in (0, 1) if turn % 2 == 0 else (1, 0):
-            # The other side's threads spin for a while after its call, on the same cores: let them go to sleep.
-            # A short call is timed right after one that is not, so that this side's own threads are awake.
+            # The other side's threads spin for a while after its call, on the same cores: let them go to
+            # sleep. A short call is timed right after one that is not, so that this side's threads are awake.
             time.sleep(PAUSE)
             if first[who] < SHORT_CALL:
                 pair[who]()
@@ -238,6 +238,7 @@ def plot(cells: list[Cell], path: Path) -> None:
             labels = [f"d{c.head_dim}{' c' if c.causal else ''} {c.seqlen}" for c in part]
             axis.set_xticks(range(len(part)), labels, rotation=90, fontsize=7)
             axis.set_title(f"{dtype} {direction}")
+            axis.set_ylim(0, 1.2 * max(cell.ratio for cell in cells if cell.dtype == dtype))
             axis.legend(frameon=False, loc="upper left")
             axis.spines[["top", "right"]].set_visible(False)
         axes[row][0].set_ylabel("speed / PyTorch's")

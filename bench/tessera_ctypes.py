@@ -162,9 +162,7 @@ class Library:
         return self.lib.tessera_last_kernel().decode()
 
     def options(self, *, causal: bool, threads: int) -> Options:
-        options = Options()
-        self.lib.tessera_options_init(ctypes.byref(options))
-        assert options.struct_size == ctypes.sizeof(Options), "tessera_options differs from its mirror here"
+        options = Options(struct_size=ctypes.sizeof(Options), window_left=UNBOUNDED, window_right=UNBOUNDED)
         options.causal, options.num_threads = causal, threads
         return options
 
@@ -178,11 +176,9 @@ class Library:
         return [views, options]
 
     def forward(self, options: Options, **tensors: torch.Tensor) -> Call:
-        args = ForwardArgs()
-        self.lib.tessera_forward_args_init(ctypes.byref(args))
+        args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs))
         return Call(self, "forward", args, self._fill(args, options, tensors))
 
     def backward(self, options: Options, **tensors: torch.Tensor) -> Call:
-        args = BackwardArgs()
-        self.lib.tessera_backward_args_init(ctypes.byref(args))
+        args = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs))
         return Call(self, "backward", args, self._fill(args, options, tensors))

@@ -201,26 +201,6 @@ Status explain_into(const Args* args, char* buffer, std::size_t* size) {
 
 extern "C" {
 
-void tessera_options_init(tessera_options* options) {
-  if (options == nullptr) return;
-  *options = {};
-  options->struct_size = sizeof(*options);
-  options->window_left = TESSERA_UNBOUNDED;
-  options->window_right = TESSERA_UNBOUNDED;
-}
-
-void tessera_forward_args_init(tessera_forward_args* args) {
-  if (args == nullptr) return;
-  *args = {};
-  args->struct_size = sizeof(*args);
-}
-
-void tessera_backward_args_init(tessera_backward_args* args) {
-  if (args == nullptr) return;
-  *args = {};
-  args->struct_size = sizeof(*args);
-}
-
 tessera_code tessera_forward(const tessera_forward_args* args) {
   return tessera::guarded([&] {
     tessera::Forward call;

@@ -12,6 +12,7 @@
 #include <dlpack/dlpack.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "tessera/export.h"
 
@@ -93,9 +94,24 @@ typedef struct tessera_backward_args {
 } tessera_backward_args;
 /* NOLINTEND(modernize-use-using) */
 
-TESSERA_EXPORT void tessera_options_init(tessera_options* options);
-TESSERA_EXPORT void tessera_forward_args_init(tessera_forward_args* args);
-TESSERA_EXPORT void tessera_backward_args_init(tessera_backward_args* args);
+/* In the header, so that struct_size is the caller's, whatever library it meets. */
+static inline void tessera_options_init(tessera_options* options) {
+  if (options == NULL) return;
+  memset(options, 0, sizeof(*options));
+  options->struct_size = sizeof(*options);
+  options->window_left = TESSERA_UNBOUNDED;
+  options->window_right = TESSERA_UNBOUNDED;
+}
+static inline void tessera_forward_args_init(tessera_forward_args* args) {
+  if (args == NULL) return;
+  memset(args, 0, sizeof(*args));
+  args->struct_size = sizeof(*args);
+}
+static inline void tessera_backward_args_init(tessera_backward_args* args) {
+  if (args == NULL) return;
+  memset(args, 0, sizeof(*args));
+  args->struct_size = sizeof(*args);
+}
 
 TESSERA_EXPORT tessera_code tessera_forward(const tessera_forward_args* args);
 TESSERA_EXPORT tessera_code tessera_backward(const tessera_backward_args* args);
