@@ -23,6 +23,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr BackwardTiles backward_tiles = TESSERA_CPU_TILES.backward;
+static_assert(backward_tiles.tile_m % row_unit == 0 && backward_tiles.tile_m % depth_unit == 0);
+static_assert(backward_tiles.block_n % col_align == 0 && backward_tiles.block_n % col_unit == 0);
 
 // What the threads share: one number a row of every query head, and dq before its conversion.
 struct BackwardRows {
@@ -146,6 +148,10 @@ HWY_NOINLINE void prepare_rows(const Problem& problem, const BackwardRows& share
     const float lse = static_cast<const float*>(problem.lse.data)[problem.lse.offset(b, s, h)];
     // A row that sees nothing: p = 2^(s - inf) = 0.
     shared.lse[at] = lse == -infinity ? infinity : lse * log2e;
+    if (lse == -infinity) {
+      shared.delta[at] = 0.0f;  // whatever dlse says: nothing depends on this row
+      continue;
+    }
     shared.delta[at] = dot_rows(problem.dout, problem.o, b, s, h, problem.head_dim_v);
     if (problem.dlse.given()) {
       shared.delta[at] -= static_cast<const float*>(problem.dlse.data)[problem.dlse.offset(b, s, h)];
@@ -189,7 +195,8 @@ HWY_INLINE void gradient_row(const Scoring& scoring, const RowPiece& piece, cons
     } else {
       x = hn::Sub(score<masked>(scoring, piece, x, c, scratch.bias, cap_slope), shift);
     }
-    const Vec probability = exp2<exp2_degree>(x);
+    // At most 1, but for the rounding of lse: where scores are huge that is more than exponents can hold.
+    const Vec probability = exp2<exp2_degree>(hn::Min(set(1.0f), x));
     Vec y = load(dp + c), dropped = probability;
     if (dropping) {
       const Vec keep = hn::Mul(kept(scratch.random + (c - piece.cols.begin), dropout.threshold), z);

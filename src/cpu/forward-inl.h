@@ -22,12 +22,13 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr ForwardTiles forward_tiles = TESSERA_CPU_TILES.forward;
 constexpr std::int64_t max_task_rows = 1024;
+static_assert(forward_tiles.tile_m % row_unit == 0);
+static_assert(forward_tiles.block_n % col_align == 0 && forward_tiles.block_n % col_unit == 0);
 
 // One thread's arrays.
 struct ForwardScratch {
   Element *q, *k, *v, *k_operand, *v_operand, *p;
-  float *s, *acc_o, *row_max, *row_sum, *alpha;
-  Extremes* extremes;  // of the tile's rows
+  float *s, *acc_o, *row_max, *row_sum, *alpha, *tile_max;  // row_max in the units of s
   RowScratch row;
 
   std::int64_t depth, value_cols;                  // of q kᵀ; of v and acc_o
@@ -53,21 +54,20 @@ struct ForwardScratch {
     row_max = carve.take<float>(rows);
     row_sum = carve.take<float>(rows);
     alpha = carve.take<float>(rows);
-    extremes = carve.take<Extremes>(tile_m);
+    tile_max = carve.take<float>(tile_m);
     row.bias = carve.take<float>(block_n);
     row.random = carve.take<std::uint16_t>(block_n + 8 * lanes);
   }
 };
 
-// p = 2^(scale x - shift) over the piece, dropped where dropout says so; returns the sum before dropping.
-// normal promises that no exponent is below -126.
-template <bool normal>
-HWY_INLINE float exponentiate(const RowPiece& piece, const float* x, float scale, float shift, Element* p,
+// p = 2^(scale (x - largest)) over the piece, dropped where dropout says so; returns the sum before dropping.
+// The difference comes first: scaled on its own, a huge x would be rounded by more than a whole exponent.
+HWY_INLINE float exponentiate(const RowPiece& piece, const float* x, float scale, float largest, Element* p,
                               const std::uint16_t* random, unsigned threshold) {
-  const Vec s = set(scale), m = set(-shift);
+  const Vec s = set(scale), m = set(largest);
   Vec sum[4] = {set(0.0f), set(0.0f), set(0.0f), set(0.0f)};
   const auto step = [&](std::int64_t c, Vec& total) HWY_ATTR {
-    Vec y = exp2<exp2_degree, normal>(hn::MulAdd(load(x + c), s, m));
+    Vec y = exp2<exp2_degree>(hn::Mul(hn::Sub(load(x + c), m), s));
     total = hn::Add(total, y);
     if (random != nullptr) y = hn::Mul(y, kept(random + (c - piece.cols.begin), threshold));
     store_element(y, p + c);
@@ -85,14 +85,14 @@ HWY_INLINE float exponentiate(const RowPiece& piece, const float* x, float scale
 }
 
 // The online softmax over one tile: s becomes p, the rows' state moves on, alpha is what acc_o must shrink
-// by. All rows' extremes first: the exponentials then wait for none of them.
+// by. All rows' maxima first: the exponentials then wait for none of them.
 HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch,
                                Range rows, std::int64_t first_row, std::int64_t key, Range cols) {
   const Dropout& dropout = scoring.problem.dropout;
-  const float scale = scoring.raw() ? scoring.scale : 1.0f;
+  const float scale = scoring.exponent_scale();
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
     const RowPiece piece(i, key, cols, mask.keys_of_row(i));
-    scratch.extremes[i - rows.begin] =
+    scratch.tile_max[i - rows.begin] =
         score_row(scoring, piece, scratch.s + (i - rows.begin) * scratch.tile_ld, scratch.row);
   }
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
@@ -100,20 +100,18 @@ HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const F
     const float* x = scratch.s + (i - rows.begin) * scratch.tile_ld;
     Element* p = scratch.p + (i - rows.begin) * scratch.p_ld;
     const RowPiece piece(i, key, cols, mask.keys_of_row(i));
-    const Extremes extremes = scratch.extremes[i - rows.begin];
     const float before = scratch.row_max[r];
-    const float largest = std::max(before, scale * extremes.largest);
+    const float largest = std::max(before, scratch.tile_max[i - rows.begin]);
     // A row that has seen nothing but -inf keeps p = 2^-inf = 0 instead of NaN.
     const float shift = largest == -infinity ? 0.0f : largest;
-    const float alpha = before == largest ? 1.0f : hn::GetLane(exp2(set(before - shift)));
+    const float alpha = before == largest ? 1.0f : hn::GetLane(exp2(set((before - shift) * scale)));
     const std::uint16_t* random = nullptr;
     if (dropout.active()) {
       random = scratch.row.random;
       dropout_bits(dropout, scoring.head_index(), static_cast<unsigned>(i), key + cols.begin, key + cols.end,
                    scratch.row.random);
     }
-    const auto make = scale * extremes.least - shift > -125.0f ? &exponentiate<true> : &exponentiate<false>;
-    const float sum = make(piece, x, scale, shift, p, random, dropout.threshold);
+    const float sum = exponentiate(piece, x, scale, shift, p, random, dropout.threshold);
     scratch.row_max[r] = largest;
     scratch.row_sum[r] = alpha * scratch.row_sum[r] + sum;
     scratch.alpha[r] = alpha;
@@ -122,7 +120,7 @@ HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const F
 
 // o and lse of the rows, from acc_o and the softmax state.
 HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scratch, const Sequence& sequence,
-                              std::int64_t b, std::int64_t h, Range rows) {
+                              std::int64_t b, std::int64_t h, Range rows, float scale) {
   with_type(problem.o.dtype, [&](auto* type) HWY_ATTR {
     auto* o = static_cast<decltype(type)>(problem.o.data);
     auto* lse = static_cast<float*>(problem.lse.data);
@@ -138,7 +136,7 @@ HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scra
       }
       if (problem.lse.given()) {
         lse[problem.lse.offset(b, sequence.q_begin + i, h)] =
-            seen ? scratch.row_max[r] * ln2 + std::log(scratch.row_sum[r]) : -infinity;
+            seen ? scratch.row_max[r] * scale * ln2 + std::log(scratch.row_sum[r]) : -infinity;
       }
     }
   });
@@ -149,7 +147,7 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
                                std::int64_t h, Range rows) {
   const Sequence sequence = sequence_or_rest(problem, b);
   const Range live{rows.begin, std::min<long long>(rows.end, sequence.seqlen_q)};
-  if (live.empty()) return finish_rows(problem, scratch, sequence, b, h, rows);
+  if (live.empty()) return finish_rows(problem, scratch, sequence, b, h, rows, 1.0f);
   const Mask mask = problem.mask(sequence);
   const Range keys = mask.keys_of_any(live);
   const Scoring scoring(problem, sequence, b, h);
@@ -166,7 +164,8 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
               scratch.depth_ld, round_up(live.size(), row_unit));
   }
 
-  for (std::int64_t key = keys.begin / block_n * block_n; key < keys.end; key += block_n) {
+  const std::int64_t first_key = keys.empty() ? keys.end : keys.begin / block_n * block_n;
+  for (std::int64_t key = first_key; key < keys.end; key += block_n) {
     const Range block{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
     const Rows k_rows = rows_to_transpose(problem.k, b, sequence.k_begin + key, kv_head, block.size(),
                                           problem.head_dim, scratch.k, scratch.depth_ld, block_n);
@@ -193,7 +192,7 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
                                        scratch.alpha + r);
     }
   }
-  finish_rows(problem, scratch, sequence, b, h, rows);
+  finish_rows(problem, scratch, sequence, b, h, rows, scoring.exponent_scale());
 }
 
 // As many rows as fit into the cache, so that bringing a key block into form is cheap beside what is done

@@ -33,9 +33,8 @@ constexpr std::array list {
              avx512::run},
       Kernel{"cpu_avx2", "float32 tiles, AVX2 and FMA", missing_for_avx2, takes_cpu, avx2::plan, avx2::run},
 #endif
-      Kernel{"cpu_baseline",       "float32 tiles, what every CPU of this architecture has",
-             missing_for_baseline, takes_cpu,
-             baseline::plan,       baseline::run},
+      Kernel{"cpu_baseline", "float32 tiles, SSSE3 or NEON", missing_for_baseline, takes_cpu, baseline::plan,
+             baseline::run},
 #if defined(TESSERA_EMULATE_AMX)
       Kernel{"cpu_amx_emulated", "cpu_amx with its tiles in plain loops, for tests",
              missing_for_avx2,   takes_bfloat16,

@@ -32,8 +32,11 @@ struct Scoring {
         biased(p.bias.given()) {}
 
   [[nodiscard]] bool plain() const { return !capped && slope == 0.0f && !biased; }
-  // Whether q·k itself orders the keys of a row: its scaling can then wait for the exponent.
-  [[nodiscard]] bool raw() const { return plain() && scale > 0.0f; }
+  // Whether q·k itself orders the keys of a row: its scaling can then wait for the exponent. (A sink is given
+  // in units of scores.)
+  [[nodiscard]] bool raw() const { return plain() && scale > 0.0f && problem.sinks == nullptr; }
+  // From the units in which score_row leaves a row to those of log2 e.
+  [[nodiscard]] float exponent_scale() const { return raw() ? scale : 1.0f; }
   [[nodiscard]] unsigned head_index() const { return static_cast<unsigned>(b * problem.num_heads_q + h); }
 };
 
@@ -53,6 +56,14 @@ struct RowPiece {
   [[nodiscard]] bool masked() const { return visible.begin > cols.begin || visible.end < cols.end; }
 };
 
+// In units of log2 e. A finite bias stays finite: the lowest float is a customary mask.
+HWY_INLINE Vec bias_score(Vec x) {
+  const Vec lowest = set(std::numeric_limits<float>::lowest()),
+            highest = set(std::numeric_limits<float>::max());
+  return hn::IfThenElse(hn::IsInf(x), x, hn::Min(highest, hn::Max(lowest, hn::Mul(x, set(log2e)))));
+}
+HWY_INLINE float bias_score(float x) { return hn::GetLane(bias_score(set(x))); }
+
 // Bias of the piece's visible columns, in units of log2 e, zeros in the others: columns out of sight may lie
 // outside the tensor.
 HWY_INLINE void load_bias(const Scoring& scoring, const RowPiece& piece, float* to) {
@@ -64,12 +75,11 @@ HWY_INLINE void load_bias(const Scoring& scoring, const RowPiece& piece, float* 
         static_cast<decltype(type)>(bias.data) + bias.offset(scoring.b, scoring.h, piece.row, piece.key);
     if (bias.col == 1) {
       std::int64_t c = piece.visible.begin;
-      for (; c + lanes <= piece.visible.end; c += lanes)
-        store(hn::Mul(load_as_float(from + c), set(log2e)), to + c);
-      for (; c < piece.visible.end; ++c) to[c] = to_float(from[c]) * log2e;
+      for (; c + lanes <= piece.visible.end; c += lanes) store(bias_score(load_as_float(from + c)), to + c);
+      for (; c < piece.visible.end; ++c) to[c] = bias_score(to_float(from[c]));
     } else {
       for (std::int64_t c = piece.visible.begin; c < piece.visible.end; ++c)
-        to[c] = to_float(from[c * bias.col]) * log2e;
+        to[c] = bias_score(to_float(from[c * bias.col]));
     }
   });
 }
@@ -109,17 +119,11 @@ HWY_INLINE Vec score(const Scoring& scoring, const RowPiece& piece, Vec x, std::
   return masked ? hide(piece, x, c) : x;
 }
 
-// The least and the largest score of a row. The least is -inf where nobody looked for it.
-struct Extremes {
-  float least, largest;
-};
-
-// Turns q·k into scores, in place. raw leaves out the scale.
+// Turns q·k into scores, in place, and returns the largest. raw leaves out the scale.
 template <bool raw, bool masked>
-HWY_INLINE Extremes score_row(const Scoring& scoring, const RowPiece& piece, float* x, const float* bias) {
-  Vec least[4] = {set(infinity), set(infinity), set(infinity), set(infinity)};
+HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x, const float* bias) {
   Vec largest[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
-  const auto step = [&](std::int64_t c, int i) HWY_ATTR {
+  const auto step = [&](std::int64_t c, Vec& max) HWY_ATTR {
     Vec y = load(x + c);
     if constexpr (!raw) {
       Vec unused;
@@ -128,24 +132,21 @@ HWY_INLINE Extremes score_row(const Scoring& scoring, const RowPiece& piece, flo
       y = hide(piece, y, c);
     }
     if constexpr (!raw || masked) store(y, x + c);
-    if constexpr (raw && !masked) least[i] = hn::Min(least[i], y);
-    largest[i] = hn::Max(largest[i], y);
+    max = hn::Max(max, y);
   };
   std::int64_t c = piece.cols.begin;
   for (; c + 4 * lanes <= piece.cols.end; c += 4 * lanes) {
-    step(c, 0);
-    step(c + lanes, 1);
-    step(c + 2 * lanes, 2);
-    step(c + 3 * lanes, 3);
+    step(c, largest[0]);
+    step(c + lanes, largest[1]);
+    step(c + 2 * lanes, largest[2]);
+    step(c + 3 * lanes, largest[3]);
   }
-  for (; c < piece.cols.end; c += lanes) step(c, 0);
-  const Vec max = hn::Max(hn::Max(largest[0], largest[1]), hn::Max(largest[2], largest[3]));
-  const Vec min = hn::Min(hn::Min(least[0], least[1]), hn::Min(least[2], least[3]));
-  return {raw && !masked ? min_of(min) : -infinity, max_of(max)};
+  for (; c < piece.cols.end; c += lanes) step(c, largest[0]);
+  return max_of(hn::Max(hn::Max(largest[0], largest[1]), hn::Max(largest[2], largest[3])));
 }
 
-HWY_INLINE Extremes score_row(const Scoring& scoring, const RowPiece& piece, float* x,
-                              const RowScratch& scratch) {
+HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x,
+                           const RowScratch& scratch) {
   if (scoring.biased) load_bias(scoring, piece, scratch.bias);
   const bool raw = scoring.raw(), masked = piece.masked();
   if (raw) {

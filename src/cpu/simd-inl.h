@@ -44,14 +44,15 @@ HWY_INLINE Vec set(float x) { return hn::Set(FloatTag(), x); }
 HWY_INLINE Vec load(const float* p) { return hn::LoadU(FloatTag(), p); }
 HWY_INLINE void store(Vec x, float* p) { hn::StoreU(x, FloatTag(), p); }
 
-// 2^x for x <= 127; 0 below -126 (so 2^-inf is exactly 0), NaN for NaN. Degree 6 is within 1 ulp, degree 4
-// within 3e-6. normal promises that x >= -126.
-template <int degree = 6, bool normal = false>
+// 2^x for x <= 127; 0 below -126.5 (so 2^-inf is exactly 0), NaN for NaN. Degree 6 is within 1 ulp,
+// degree 4 within 3e-6.
+template <int degree = 6>
 HWY_INLINE Vec exp2(Vec x) {
-  // Max's second operand wins when the other is NaN on x86; the final blend keeps NaN everywhere else.
-  const Vec bounded = normal ? x : hn::Max(set(-127.0f), x);
-  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-  const Vec magic = set(12582912.0f);
+  // The second operand of Max is what x86 returns when one of them is NaN.
+  const Vec bounded = hn::Max(set(-127.0f), x);
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; the 127 makes it a float's
+  // exponent.
+  const Vec magic = set(12582912.0f + 127.0f);
   const Vec shifted = hn::Add(bounded, magic);
   const Vec r = hn::Sub(bounded, hn::Sub(shifted, magic));
   Vec p;  // minimax on [-1/2, 1/2], of the relative error
@@ -71,9 +72,8 @@ HWY_INLINE Vec exp2(Vec x) {
     p = hn::MulAdd(p, r, set(6.931217908859253e-1f));
     p = hn::MulAdd(p, r, set(9.999992847442627e-1f));
   }
-  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(IntTag(), shifted));
-  const Vec scaled = hn::BitCast(FloatTag(), hn::Add(hn::BitCast(IntTag(), p), exponent));
-  return normal ? scaled : hn::IfThenZeroElse(hn::Lt(x, set(-126.0f)), scaled);
+  // A product, not a sum of bits: p keeps a NaN.
+  return hn::Mul(p, hn::BitCast(FloatTag(), hn::ShiftLeft<23>(hn::BitCast(IntTag(), shifted))));
 }
 
 HWY_INLINE Vec tanh(Vec x) {
@@ -221,7 +221,6 @@ HWY_INLINE void transpose_cells(const std::uint32_t* from, std::int64_t from_row
 
 // --- Reductions, four accumulators wide --------------------------------------------------------------------
 
-HWY_INLINE float min_of(Vec x) { return hn::GetLane(hn::MinOfLanes(FloatTag(), x)); }
 HWY_INLINE float max_of(Vec x) { return hn::GetLane(hn::MaxOfLanes(FloatTag(), x)); }
 HWY_INLINE float sum_of(Vec x) { return hn::GetLane(hn::SumOfLanes(FloatTag(), x)); }
 

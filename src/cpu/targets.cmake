@@ -8,7 +8,7 @@ function(tessera_cpu_target name highway_target)
     ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${DLPACK_INCLUDE_DIR})
   target_include_directories(tessera_cpu_${name} SYSTEM PRIVATE ${HIGHWAY_INCLUDE_DIR})
   # Vectors are handed between inlined functions only: the ABI that -Wpsabi warns of plays no part.
-  target_compile_options(tessera_cpu_${name} PRIVATE $<$<CONFIG:Release,RelWithDebInfo>:-O3> -Wno-psabi)
+  target_compile_options(tessera_cpu_${name} PRIVATE $<IF:$<CONFIG:Release>,-O3,-O2> -Wno-psabi)
   target_link_libraries(tessera_cpu_${name} PRIVATE tessera_warnings)
   set(objects ${objects} $<TARGET_OBJECTS:tessera_cpu_${name}> PARENT_SCOPE)
 endfunction()

@@ -1,6 +1,7 @@
 // What the library promises beyond right numbers: repeatable bits, whatever the threads and the rest of the
 // batch; the kernel that was asked for; calls from many threads; dropout's statistics; unbiased rounding.
 #include <cmath>
+#include <cstring>
 #include <thread>
 
 #include "core/philox.h"
@@ -315,6 +316,63 @@ TEST_P(Contract, InfinityAndNaNSurviveTheHalfTypes) {
         EXPECT_EQ(o, i % 24 == 6 ? -INFINITY : 0.0) << types << " " << i;
       }
     }
+  }
+}
+
+// ---- The ends of the number range.
+
+void expect_forward_right(const Case& c) {
+  Tensors tensors(c);
+  const Expected expected = expect(tensors);
+  ASSERT_TRUE(run(tensors, Direction::forward).ok());
+  Verdict verdict;
+  verdict.settings = c;
+  compare(tensors, expected, Direction::forward, verdict);
+  EXPECT_TRUE(verdict.ok()) << verdict.to_string();
+}
+
+// Scores so large that rounding one of them by half a unit moves its exponential by hundreds of powers of
+// two.
+TEST_P(Contract, HugeScoresPickTheirMaximum) {
+  for (const char* magnitude : {"10000", "30000", "100000"}) {
+    expect_forward_right(forced(
+        parsed(std::string("seqlen_q=64 seqlen_k=64 head_dim=4 head_dim_v=4 magnitude=") + magnitude)));
+  }
+}
+
+// A NaN whose payload is not zero must not become a number on its way through the exponential.
+TEST_P(Contract, AnyNaNStaysNaN) {
+  for (const std::uint32_t bits : {0x7FC00001u, 0xFFFFFFFFu, 0x7FC00000u}) {
+    Tensors tensors(forced(parsed("seqlen_q=3 seqlen_k=5 head_dim=4 head_dim_v=4")));
+    std::memcpy(static_cast<float*>(tensors.k.tensor().data) + 9, &bits, sizeof(bits));
+    (void)run_both(tensors);
+    for (std::int64_t i = 0; i < tensors.o.size(); ++i)
+      EXPECT_TRUE(std::isnan(tensors.o.get(i))) << std::hex << bits;
+    for (std::int64_t i = 0; i < tensors.lse.size(); ++i)
+      EXPECT_TRUE(std::isnan(tensors.lse.get(i))) << std::hex << bits;
+  }
+}
+
+// Nothing depends on a row that sees no key: not even on a NaN in its dlse, which autograd makes of lse =
+// -inf.
+TEST_P(Contract, DlseOfAnEmptyRowIsIgnored) {
+  Tensors tensors(forced(parsed("seqlen_q=3 seqlen_k=1 head_dim=8 head_dim_v=8 causal=1 dlse=1")));
+  tensors.dlse.set(0, std::nan(""));
+  tensors.dlse.set(1, std::nan(""));
+  (void)run_both(tensors);
+  for (std::int64_t i = 0; i < tensors.dq.size(); ++i) EXPECT_TRUE(std::isfinite(tensors.dq.get(i))) << i;
+  for (std::int64_t i = 0; i < tensors.dk.size(); ++i) EXPECT_TRUE(std::isfinite(tensors.dk.get(i))) << i;
+}
+
+// The lowest float is a customary mask. Where it hides everything it hides nothing: the row is a plain mean.
+TEST_P(Contract, TheLowestBiasIsFinite) {
+  Tensors tensors(forced(parsed("seqlen_q=2 seqlen_k=4 head_dim=8 head_dim_v=8 bias=bhqk softmax_scale=0")));
+  for (std::int64_t i = 0; i < tensors.bias.size(); ++i) tensors.bias.set(i, -3.4028234663852886e38);
+  (void)run_both(tensors);
+  for (std::int64_t c = 0; c < 8; ++c) {
+    double mean = 0;
+    for (std::int64_t j = 0; j < 4; ++j) mean += tensors.v.get(j * 8 + c) / 4;
+    EXPECT_NEAR(tensors.o.get(c), mean, tensors.settings.dtype == DType::float32 ? 1e-5 : 1e-2) << c;
   }
 }
 
