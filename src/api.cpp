@@ -60,8 +60,11 @@ Result<Explanation> explain_call(const Call& call) {
 
 Tensor::Tensor(const void* address, DType type, std::initializer_list<std::int64_t> sizes,
                std::initializer_list<std::int64_t> strides)
-    : data(const_cast<void*>(address)), dtype(dlpack_type(type)), rank(static_cast<int>(sizes.size())) {
-  if (rank > max_rank) return;
+    : data(const_cast<void*>(address)),
+      dtype(dlpack_type(type)),
+      rank(sizes.size() == 0 ? -1 : static_cast<int>(sizes.size())) {
+  // A scalar is no tensor of ours, and not "not given" either: validation refuses the rank.
+  if (rank < 0 || rank > max_rank) return;
   std::copy(sizes.begin(), sizes.end(), shape.begin());
   if (strides.size() == 0) {
     make_compact(*this);

@@ -315,6 +315,13 @@ bool Validator::scalars() {
   if (softcap != 0 && !(softcap >= smallest && softcap <= largest)) {
     return fail("softcap", number_text(softcap), "0 (off) or a positive finite float32 number");
   }
+  // What kernels make of it are floats too: softcap in units of log2 e, and the factor of q·k inside the
+  // tanh.
+  if (softcap > largest / 2) return fail("softcap", number_text(softcap), "0 (off), or at most 1.7e+38");
+  if (softcap != 0 && std::fabs(scale) / softcap > largest) {
+    return fail("softcap", number_text(softcap),
+                "0 (off), or softmax_scale / softcap a finite float32 number");
+  }
   const double p = options_.dropout_p;
   if (!(p >= 0 && p <= 1)) return fail("dropout_p", number_text(p), "a number from 0 to 1");
   if (options_.offset > Philox::max_offset) {
@@ -418,7 +425,10 @@ bool Validator::cumulative(const char* name, const Tensor& tensor, const char* t
                            const std::int32_t*& out) {
   if (!shape(name, tensor, {problem.batch + 1})) return false;
   out = static_cast<const std::int32_t*>(tensor.data);
-  const auto element = [&](std::int64_t i) { return name + ("[" + std::to_string(i) + "]"); };
+  const auto element = [&](std::int64_t i) {
+    std::string text = name;
+    return text.append("[").append(std::to_string(i)).append("]");
+  };
   if (out[0] != 0) return fail(element(0), std::to_string(out[0]), "0");
   for (std::int64_t b = 1; b <= problem.batch; ++b) {
     if (out[b] < out[b - 1]) {
