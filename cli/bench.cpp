@@ -142,7 +142,8 @@ void add_bench(CLI::App& app, Run& run) {
       app, run, "bench", "Time a grid of calls against the machine's peak", run_bench);
   command->add_option("--dtype", flags->dtypes, "fp32, bf16, fp16; several with commas (default fp32,bf16)")
       ->delimiter(',')
-      ->transform(CLI::CheckedTransformer(dtype_names(), CLI::ignore_case));
+      ->transform(dtype_name())
+      ->type_name("DTYPE");
   command->add_option("--head-dim", flags->head_dims, "Several with commas (default 64,128,256)")
       ->delimiter(',')
       ->check(CLI::Range(1, 256));

@@ -31,11 +31,18 @@ void check_seqused(const char* flag, const std::vector<std::int32_t>& seqused, s
 
 }  // namespace
 
-const std::map<std::string, DType>& dtype_names() {
+CLI::Validator dtype_name() {
+  // Not CLI::CheckedTransformer: it shows a DType as the character of that number.
   static const std::map<std::string, DType> names = {
       {"fp32", DType::float32},    {"fp16", DType::float16},    {"bf16", DType::bfloat16},
       {"float32", DType::float32}, {"float16", DType::float16}, {"bfloat16", DType::bfloat16}};
-  return names;
+  const auto number = [](std::string& text) -> std::string {
+    const auto found = names.find(CLI::detail::to_lower(text));
+    if (found == names.end()) return text + ", expected fp32, fp16 or bf16";
+    text = std::to_string(static_cast<int>(found->second));
+    return "";
+  };
+  return {number, ""};
 }
 
 const char* short_name(DType dtype) {
@@ -93,7 +100,8 @@ void add_shape(CLI::App& command, ShapeFlags& flags) {
       ->check(head_dims)
       ->group(group);
   command.add_option("--dtype", flags.dtype, "fp32, bf16 or fp16")
-      ->transform(CLI::CheckedTransformer(dtype_names(), CLI::ignore_case))
+      ->transform(dtype_name())
+      ->type_name("DTYPE")
       ->group(group);
 }
 

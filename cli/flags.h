@@ -56,7 +56,7 @@ void add_threads(CLI::App& command, int& threads);
 void check(const CallFlags& flags);
 
 // "float32", "fp32", ... -> the type.
-[[nodiscard]] const std::map<std::string, DType>& dtype_names();
+[[nodiscard]] CLI::Validator dtype_name();
 [[nodiscard]] const char* short_name(DType dtype);  // "fp32", "bf16", "fp16"
 
 }  // namespace tessera::cli
