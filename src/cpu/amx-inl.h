@@ -14,6 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 using Element = bfloat16;
+using Rows = RowsOf<Element>;
 
 constexpr std::int64_t tile_rows = 16, tile_cols = 16, tile_depth = 32;
 constexpr std::int64_t tile_elements = tile_cols * tile_depth;  // of B
@@ -25,9 +26,7 @@ constexpr std::int64_t depth_unit = tile_depth;
 // A probability is rounded to 8 bits.
 constexpr int exp2_degree = 4;
 
-using Session = amx::Configured;
-
-enum class Into : std::uint8_t { overwrite, add, scaled_add };
+using Session = tile::Configured;
 
 struct OperandA {
   const Element* data;
@@ -47,37 +46,37 @@ HWY_INLINE void multiply_block(std::int64_t depth, const Element* a, std::int64_
   constexpr auto bytes = static_cast<std::int64_t>(sizeof(Element));
   const std::int64_t c_stride = c_row * static_cast<std::int64_t>(sizeof(float)), a_stride = a_row * bytes;
   if constexpr (overwrite) {
-    amx::zero<0>();
-    amx::zero<1>();
+    tile::zero<0>();
+    tile::zero<1>();
     if constexpr (row_tiles == 2) {
-      amx::zero<2>();
-      amx::zero<3>();
+      tile::zero<2>();
+      tile::zero<3>();
     }
   } else {
-    amx::load<0>(c, c_stride);
-    amx::load<1>(c + tile_cols, c_stride);
+    tile::load<0>(c, c_stride);
+    tile::load<1>(c + tile_cols, c_stride);
     if constexpr (row_tiles == 2) {
-      amx::load<2>(c + tile_rows * c_row, c_stride);
-      amx::load<3>(c + tile_rows * c_row + tile_cols, c_stride);
+      tile::load<2>(c + tile_rows * c_row, c_stride);
+      tile::load<3>(c + tile_rows * c_row + tile_cols, c_stride);
     }
   }
   for (std::int64_t k = 0; k < depth; k += tile_depth, a += tile_depth, b += tile_elements) {
-    amx::load<6>(b, 64);
-    amx::load<4>(a, a_stride);
-    amx::multiply_add<0, 4, 6>();
-    amx::load<7>(b + b_col, 64);
-    amx::multiply_add<1, 4, 7>();
+    tile::load<6>(b, 64);
+    tile::load<4>(a, a_stride);
+    tile::multiply_add<0, 4, 6>();
+    tile::load<7>(b + b_col, 64);
+    tile::multiply_add<1, 4, 7>();
     if constexpr (row_tiles == 2) {
-      amx::load<5>(a + tile_rows * a_row, a_stride);
-      amx::multiply_add<2, 5, 6>();
-      amx::multiply_add<3, 5, 7>();
+      tile::load<5>(a + tile_rows * a_row, a_stride);
+      tile::multiply_add<2, 5, 6>();
+      tile::multiply_add<3, 5, 7>();
     }
   }
-  amx::store<0>(c, c_stride);
-  amx::store<1>(c + tile_cols, c_stride);
+  tile::store<0>(c, c_stride);
+  tile::store<1>(c + tile_cols, c_stride);
   if constexpr (row_tiles == 2) {
-    amx::store<2>(c + tile_rows * c_row, c_stride);
-    amx::store<3>(c + tile_rows * c_row + tile_cols, c_stride);
+    tile::store<2>(c + tile_rows * c_row, c_stride);
+    tile::store<3>(c + tile_rows * c_row + tile_cols, c_stride);
   }
 }
 
@@ -139,10 +138,6 @@ HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std:
   if (padded > rows) zero_row(to + rows * ld, (padded - rows) * ld);
 }
 
-struct Rows {
-  const Element* data;
-  std::int64_t ld;
-};
 // B's tiles are copies in any case: rows need no copy of their own where nothing is to be padded.
 HWY_INLINE Rows rows_to_transpose(const View& view, std::int64_t b, std::int64_t s, std::int64_t h,
                                   std::int64_t rows, std::int64_t cols, Element* to, std::int64_t ld,

@@ -11,9 +11,11 @@
 
 #include "core/half.h"
 
-namespace tessera::cpu::amx {
+// Two namespaces: a test build has both.
+namespace tessera::cpu::tile {
 
 #if defined(TESSERA_CPU_AMX_EMULATED)
+inline namespace emulated {
 
 inline thread_local float registers[8][16][16];
 
@@ -45,7 +47,9 @@ void multiply_add() {
   }
 }
 
+}  // namespace emulated
 #else
+inline namespace native {
 
 // The thread's tiles are configured while one lives, and given back after it: idle tiles cost power and make
 // every context switch longer.
@@ -83,6 +87,7 @@ __attribute__((always_inline)) inline void multiply_add() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
 }
 
+}  // namespace native
 #endif
 
-}  // namespace tessera::cpu::amx
+}  // namespace tessera::cpu::tile

@@ -296,6 +296,32 @@ HWY_INLINE void store_rows(const View& view, std::int64_t b, std::int64_t s, std
 
 // --- A block of keys ---------------------------------------------------------------------------------------
 
+// dq of the tile += ds k, when its turn has come: a tile takes its key blocks one after the other, the first
+// overwrites, the last converts. keys is what the tile sees of the whole sequence.
+HWY_NOINLINE void add_to_dq(const Problem& problem, const BackwardRows& shared,
+                            const BackwardScratch& scratch, const Sequence& sequence, std::int64_t b,
+                            std::int64_t h, Range tile, Range keys, std::int64_t key, Range cols,
+                            OperandB k_rows, std::int32_t& turn_of_tile) {
+  const std::int64_t block_n = backward_tiles.block_n, count = tile.size();
+  const auto n_block = static_cast<std::int32_t>(key / block_n);
+  const std::atomic_ref<std::int32_t> turn(turn_of_tile);
+  float* dq = shared.dq + shared.index(problem, sequence, b, h, tile.begin) * shared.depth_cols;
+  const OperandA ds = a_rows(scratch.ds + cols.begin, scratch.p_ld);
+  const OperandB k = b_below(k_rows, cols.begin);
+  int spins = 0;
+  while (turn.load(std::memory_order_acquire) != n_block) relax(spins);
+  if (n_block == keys.begin / block_n) {
+    multiply_tiles<Into::overwrite>(count, scratch.depth_cols, cols.size(), ds, k, dq, shared.depth_cols);
+  } else {
+    multiply_tiles<Into::add>(count, scratch.depth_cols, cols.size(), ds, k, dq, shared.depth_cols);
+  }
+  if (n_block == (keys.end - 1) / block_n) {
+    store_rows(problem.dq, b, sequence.q_begin + tile.begin, h, count, problem.head_dim, dq,
+               shared.depth_cols, static_cast<float>(problem.softmax_scale));
+  }
+  turn.store(n_block + 1, std::memory_order_release);
+}
+
 HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shared,
                                 const BlockTasks& row_tiles, const BackwardScratch& scratch, std::int64_t b,
                                 std::int64_t kv_head, std::int64_t key) {
@@ -338,26 +364,8 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
           b_rows(scratch.q, scratch.depth_ld, row_depth, scratch.depth_cols, scratch.q_rows),
           scratch.dk + cols.begin * scratch.depth_cols, scratch.depth_cols);
 
-      // dq's turn: the tile's key blocks one after the other, the first overwrites, the last converts.
-      const Range keys = mask.keys_of_any(tile);
-      const auto n_block = static_cast<std::int32_t>(key / block_n);
-      const std::atomic_ref<std::int32_t> turn(shared.turn[row_tiles.index(b, h, m)]);
-      float* dq = shared.dq + at * shared.depth_cols;
-      const OperandA ds = a_rows(scratch.ds + cols.begin, scratch.p_ld);
-      int spins = 0;
-      while (turn.load(std::memory_order_acquire) != n_block) relax(spins);
-      if (n_block == keys.begin / block_n) {
-        multiply_tiles<Into::overwrite>(count, scratch.depth_cols, cols.size(), ds,
-                                        b_below(k_rows, cols.begin), dq, shared.depth_cols);
-      } else {
-        multiply_tiles<Into::add>(count, scratch.depth_cols, cols.size(), ds, b_below(k_rows, cols.begin), dq,
-                                  shared.depth_cols);
-      }
-      if (n_block == (keys.end - 1) / block_n) {
-        store_rows(problem.dq, b, sequence.q_begin + tile.begin, h, count, problem.head_dim, dq,
-                   shared.depth_cols, scale);
-      }
-      turn.store(n_block + 1, std::memory_order_release);
+      add_to_dq(problem, shared, scratch, sequence, b, h, tile, mask.keys_of_any(tile), key, cols, k_rows,
+                shared.turn[row_tiles.index(b, h, m)]);
     }
   }
   const std::int64_t live = block.keys.size();

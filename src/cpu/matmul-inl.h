@@ -2,8 +2,7 @@
 // registers, its A operand read by broadcast at any strides (so that P and its transpose are the same
 // memory), its B operand read as vectors.
 //
-// This file and amx-inl.h define the same vocabulary, one of them is compiled into an object: Element, the
-// units to which tiles are padded, OperandA and OperandB and the functions that make them, multiply_tiles.
+// This file and amx-inl.h define the same vocabulary (engine-inl.h), one of them is compiled into an object.
 #pragma once
 
 #include <array>
@@ -16,6 +15,7 @@ HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 using Element = float;  // of the operands
+using Rows = RowsOf<Element>;
 
 // Accumulators fill the registers, and the panel of B that all rows pass over stays small: 12 x 2 of
 // AVX-512's 32 registers, 6 x 2 of the 16 that AVX2 has, 6 x 4 of NEON's 32.
@@ -32,12 +32,6 @@ constexpr int exp2_degree = 6;
 
 // What holds a thread's state in place for the length of a task; nothing here.
 struct Session {};
-
-enum class Into : std::uint8_t {
-  overwrite,   // c = a b
-  add,         // c = c + a b
-  scaled_add,  // c = scale[row] * c + a b
-};
 
 // Element (r, k) at data[r * row + k * depth].
 struct OperandA {
@@ -151,11 +145,6 @@ HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std:
   if (padded > rows) zero_row(to + rows * ld, (padded - rows) * ld);
 }
 
-// Rows as they lie in memory, or a copy of them.
-struct Rows {
-  const Element* data;
-  std::int64_t ld;
-};
 // Rows that will be packed into another form: they need no copy of their own where the tensor has what
 // load_rows would make.
 HWY_INLINE Rows rows_to_transpose(const View& view, std::int64_t b, std::int64_t s, std::int64_t h,
