@@ -96,19 +96,19 @@ typedef struct tessera_backward_args {
 
 /* In the header, so that struct_size is the caller's, whatever library it meets. */
 static inline void tessera_options_init(tessera_options* options) {
-  if (options == NULL) return;
+  if (!options) return;
   memset(options, 0, sizeof(*options));
   options->struct_size = sizeof(*options);
   options->window_left = TESSERA_UNBOUNDED;
   options->window_right = TESSERA_UNBOUNDED;
 }
 static inline void tessera_forward_args_init(tessera_forward_args* args) {
-  if (args == NULL) return;
+  if (!args) return;
   memset(args, 0, sizeof(*args));
   args->struct_size = sizeof(*args);
 }
 static inline void tessera_backward_args_init(tessera_backward_args* args) {
-  if (args == NULL) return;
+  if (!args) return;
   memset(args, 0, sizeof(*args));
   args->struct_size = sizeof(*args);
 }
