@@ -2,25 +2,12 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/layout.h"
 #include "core/problem.h"
 #include "dispatch/dispatch.h"
 
 namespace tessera {
 namespace {
-
-DLDataType dlpack_type(DType dtype) {
-  switch (dtype) {
-    case DType::float32:
-      return {kDLFloat, 32, 1};
-    case DType::float16:
-      return {kDLFloat, 16, 1};
-    case DType::bfloat16:
-      return {kDLBfloat, 16, 1};
-    case DType::int32:
-      return {kDLInt, 32, 1};
-  }
-  return {kDLOpaqueHandle, 0, 1};
-}
 
 // Row-major strides. What does not fit saturates: validation then refuses the tensor for its extent.
 void make_compact(Tensor& tensor) {

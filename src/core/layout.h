@@ -45,6 +45,20 @@ using Extents = std::array<std::int64_t, Tensor::max_rank>;
   return a.device_type == b.device_type && (a.device_type == kDLCPU || a.device_id == b.device_id);
 }
 
+[[nodiscard]] inline DLDataType dlpack_type(DType dtype) {
+  switch (dtype) {
+    case DType::float32:
+      return {kDLFloat, 32, 1};
+    case DType::float16:
+      return {kDLFloat, 16, 1};
+    case DType::bfloat16:
+      return {kDLBfloat, 16, 1};
+    case DType::int32:
+      return {kDLInt, 32, 1};
+  }
+  return {kDLOpaqueHandle, 0, 1};
+}
+
 [[nodiscard]] inline std::optional<DType> dtype_of(const Tensor& tensor) {
   const auto [code, bits, lanes] = tensor.dtype;
   if (lanes != 1) return std::nullopt;

@@ -68,7 +68,7 @@ struct BackwardScratch {
   std::int64_t tile_ld, p_ld;           // row strides of s and dp; of p and ds
 
   BackwardScratch(Carver& carve, const Problem& problem) {
-    const std::int64_t block_n = backward_tiles.block_n, tile_m = round_up(backward_tiles.tile_m, row_unit);
+    const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tiles.tile_m;
     depth = round_up(problem.head_dim, depth_unit);
     value_depth = round_up(problem.head_dim_v, depth_unit);
     depth_cols = round_up(depth, col_unit);
@@ -261,15 +261,6 @@ HWY_NOINLINE KeyBlock load_keys(const Problem& problem, const BackwardScratch& s
           b_transposed(v.data, v.ld, scratch.value_depth, block_n, scratch.v_transposed), k};
 }
 
-// The columns of the block that some row of the tile sees, in whole vectors; empty if it sees none.
-HWY_INLINE Range columns_of(const Mask& mask, const KeyBlock& block, Range tile) {
-  const Range seen = mask.keys_of_any(tile);
-  if (seen.end <= block.keys.begin || seen.begin >= block.keys.end) return {};
-  const long long key = block.keys.begin;
-  return {std::max<long long>(seen.begin - key, 0) / col_align * col_align,
-          round_up(std::min(seen.end, block.keys.end) - key, col_unit)};
-}
-
 // q and do of the tile, s = q kᵀ and dp = do vᵀ.
 HWY_NOINLINE void score_tile(const Problem& problem, const BackwardScratch& scratch, const Sequence& sequence,
                              std::int64_t b, std::int64_t h, Range tile, const KeyBlock& block, Range cols) {
@@ -346,7 +337,7 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
     const Scoring scoring(problem, sequence, b, h);
     for (std::int64_t m = seen_by.begin / tile_m; m * tile_m < seen_by.end; ++m) {
       const Range tile{m * tile_m, std::min<long long>((m + 1) * tile_m, sequence.seqlen_q)};
-      const Range cols = columns_of(mask, block, tile);
+      const Range cols = columns_of(mask, block.keys, tile);
       if (cols.empty()) continue;
       const std::int64_t count = tile.size(), at = shared.index(problem, sequence, b, h, tile.begin);
       const std::int64_t row_depth = round_up(count, depth_unit);
@@ -439,7 +430,7 @@ HWY_NOINLINE void bias_task(const Problem& problem, const BackwardRows& shared,
         const KeyBlock block = load_keys(problem, scratch, sequence, b, h / problem.group_size, n * block_n);
         for (std::int64_t m = m_tiles.begin; m < m_tiles.end && m * tile_m < sequence.seqlen_q; ++m) {
           const Range tile{m * tile_m, std::min<long long>((m + 1) * tile_m, sequence.seqlen_q)};
-          const Range cols = columns_of(mask, block, tile);
+          const Range cols = columns_of(mask, block.keys, tile);
           if (cols.empty()) continue;
           const std::int64_t at = shared.index(problem, sequence, b, h, tile.begin);
           score_tile(problem, scratch, sequence, b, h, tile, block, cols);

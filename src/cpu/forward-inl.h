@@ -36,7 +36,7 @@ struct ForwardScratch {
 
   ForwardScratch(Carver& carve, const Problem& problem, std::int64_t task_rows) {
     const std::int64_t block_n = forward_tiles.block_n, rows = round_up(task_rows, row_unit);
-    const std::int64_t tile_m = round_up(forward_tiles.tile_m, row_unit);
+    const std::int64_t tile_m = forward_tiles.tile_m;
     depth = round_up(problem.head_dim, depth_unit);
     value_cols = round_up(problem.head_dim_v, col_unit);
     depth_ld = round_up(depth, col_unit) + line<Element>;
@@ -176,11 +176,8 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
 
     for (std::int64_t i = live.begin; i < live.end; i += forward_tiles.tile_m) {
       const Range tile{i, std::min<long long>(i + forward_tiles.tile_m, live.end)};
-      const Range seen = mask.keys_of_any(tile);
-      if (seen.end <= block.begin || seen.begin >= block.end) continue;
-      // The columns that some row of the tile sees, in whole vectors and whole panels.
-      const Range cols{std::max<long long>(seen.begin - key, 0) / col_align * col_align,
-                       round_up(std::min<long long>(seen.end, block.end) - key, col_unit)};
+      const Range cols = columns_of(mask, block, tile);
+      if (cols.empty()) continue;
       const std::int64_t r = i - live.begin, count = tile.size();
       multiply_tiles<Into::overwrite>(count, cols.size(), scratch.depth,
                                       a_rows(scratch.q + r * scratch.depth_ld, scratch.depth_ld),

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/mask.h"
-#include "cpu/simd-inl.h"
+#include "cpu/engine-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
@@ -39,6 +39,15 @@ struct Scoring {
   [[nodiscard]] float exponent_scale() const { return raw() ? scale : 1.0f; }
   [[nodiscard]] unsigned head_index() const { return static_cast<unsigned>(b * problem.num_heads_q + h); }
 };
+
+// The columns of a block of keys that some row of the tile sees, in whole panels and whole vectors; empty if
+// it sees none.
+HWY_INLINE Range columns_of(const Mask& mask, Range block, Range tile) {
+  const Range seen = mask.keys_of_any(tile);
+  if (seen.end <= block.begin || seen.begin >= block.end) return {};
+  return {std::max(seen.begin - block.begin, 0LL) / col_align * col_align,
+          round_up(std::min(seen.end, block.end) - block.begin, col_unit)};
+}
 
 // A piece of one row: columns cols of a tile whose column 0 is key `key`, and those of them that the row
 // sees.

@@ -22,8 +22,8 @@ struct Tiles {
 };
 
 // clang-format off
-//                                          forward                  backward
-//                                          tile_m  block_n  bytes   tile_m  block_n
+//                                        forward                       backward
+//                                        tile_m  block_n  task_bytes   tile_m  block_n
 inline constexpr Tiles amx_tiles         {{16,     256,     768 << 10},  {96,     256}};
 inline constexpr Tiles amx_emulated_tiles = amx_tiles;
 inline constexpr Tiles avx512_tiles      {{48,     128,     512 << 10},  {96,     192}};

@@ -9,6 +9,7 @@
 #include <span>
 
 #include "core/half.h"
+#include "core/layout.h"
 
 namespace tessera::verify {
 namespace {
@@ -57,19 +58,6 @@ double normal(std::uint64_t seed, Stream stream, Index position) {
 // NaN in every dtype, whatever the width: 0x7FE5 in each 16 bits.
 std::byte pattern_byte(std::size_t at) { return at % 2 == 0 ? std::byte{0xE5} : std::byte{0x7F}; }
 constexpr std::size_t guard_bytes = 256;  // keeps the alignment of what follows
-
-DLDataType dl_type(DType dtype) {
-  switch (dtype) {
-    case DType::float16:
-      return {kDLFloat, 16, 1};
-    case DType::bfloat16:
-      return {kDLBfloat, 16, 1};
-    case DType::int32:
-      return {kDLInt, 32, 1};
-    default:
-      return {kDLFloat, 32, 1};
-  }
-}
 
 Tensor compact(std::span<const Index> shape) {
   Tensor view;
@@ -322,7 +310,7 @@ Buffer::Buffer(Role role, DType dtype, const Tensor& view, Index lead) : view_(v
   begin_ = guard_bytes + static_cast<std::size_t>(lead) * width;
   bytes_.resize(begin_ + static_cast<std::size_t>(span_of(view)) * width +
                 (role == Role::output ? guard_bytes : 0));
-  view_.dtype = dl_type(dtype);
+  view_.dtype = dlpack_type(dtype);
   view_.data = bytes_.data() + begin_;
   poison();
 }
