@@ -1,13 +1,13 @@
 // tessera bench: the grid head_dim x causal x seqlen at a fixed number of tokens and a fixed hidden size,
 // forward and backward, with the machine's FMA peak measured beside it; then the figures of figures.h.
 #include <cstdio>
-#include <fstream>
 
 #include "cli/call.h"
 #include "cli/command.h"
 #include "cli/figures.h"
 #include "cli/fma_peak.h"
 #include "cli/machine.h"
+#include "cli/result.h"
 #include "cli/table.h"
 
 namespace tessera::cli {
@@ -126,12 +126,7 @@ int run_bench(const BenchFlags& flags) {
     result["figures"] = figures;
     if (!flags.json) print_figures(figures);
   }
-  if (flags.json) std::printf("%s\n", result.dump(2).c_str());
-  if (!flags.out.empty()) {
-    std::ofstream file(flags.out);
-    file << result.dump(2) << "\n";
-    if (!file) throw CLI::FileError("--out: cannot write " + flags.out);
-  }
+  write_result(result, flags.json, flags.out);
   return 0;
 }
 

@@ -1,12 +1,12 @@
 // tessera demo: time and peak memory against sequence length, for Tessera and for standard attention. Each
 // point is measured in a process of its own.
 #include <cstdio>
-#include <fstream>
 
 #include "cli/call.h"
 #include "cli/child.h"
 #include "cli/command.h"
 #include "cli/machine.h"
+#include "cli/result.h"
 #include "cli/standard_attention.h"
 #include "cli/table.h"
 
@@ -99,12 +99,7 @@ int run_demo(const DemoFlags& flags) {
                                  {"heads", flags.heads},
                                  {"head_dim", flags.head_dim},
                                  {"points", measure_all(flags)}};
-  if (flags.json) std::printf("%s\n", result.dump(2).c_str());
-  if (!flags.out.empty()) {
-    std::ofstream file(flags.out);
-    file << result.dump(2) << "\n";
-    if (!file) throw CLI::FileError("--out: cannot write " + flags.out);
-  }
+  write_result(result, flags.json, flags.out);
   return 0;
 }
 
