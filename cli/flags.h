@@ -1,6 +1,7 @@
 // The flags that describe one attention call, shared by every subcommand that takes one.
 #pragma once
 
+#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -8,10 +9,6 @@
 #include <vector>
 
 #include "tessera/tessera.hpp"
-
-namespace CLI {
-class App;
-}
 
 namespace tessera::cli {
 
