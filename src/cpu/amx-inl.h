@@ -1,9 +1,10 @@
 // The matrix products of attention on AMX tiles: bfloat16 operands, float accumulators, 2 x 2 tiles of 16 x
 // 16 at a time. The vocabulary is that of matmul-inl.h.
 //
-// A tile of A is 16 rows by 32 of the depth, as they lie in a row-major matrix. A tile of B holds 32 of the
-// depth by 16 columns, two neighbours of the depth side by side in each 32-bit cell; B's tiles are stored
-// whole, 1 KiB each.
+// A tile of A is 16 rows by 32 of the depth. A tile of B holds 32 of the depth by 16 columns, two of the
+// depth side by side in each 32-bit cell, and is stored whole, 1 KiB. Which two is ours to choose, as long as
+// A and B agree: neighbours in q kᵀ, whose A are rows as they lie in the tensor; elsewhere j and j + 16,
+// since two vectors of floats become such cells by a shift and a mask, and neighbours only by slow shuffles.
 #pragma once
 
 #include "cpu/amx.h"
@@ -23,10 +24,16 @@ constexpr std::int64_t row_unit = tile_rows;
 constexpr std::int64_t col_unit = 2 * tile_cols;
 constexpr std::int64_t depth_unit = tile_depth;
 
+// Which two of the depth are side by side in a cell, but for q kᵀ.
+constexpr std::int64_t pair_distance = tile_depth / 2;
+
 // A probability is rounded to 8 bits.
 constexpr int exp2_degree = 4;
 
-using Session = tile::Configured;
+struct Session {
+  NoDenormals no_denormals;
+  tile::Configured tiles;
+};
 
 struct OperandA {
   const Element* data;
@@ -39,45 +46,63 @@ struct OperandB {
   std::int64_t col;
 };
 
-// One pair of column tiles, one or two row tiles.
-template <bool overwrite, int row_tiles>
-HWY_INLINE void multiply_block(std::int64_t depth, const Element* a, std::int64_t a_row, const Element* b,
-                               std::int64_t b_col, float* c, std::int64_t c_row) {
-  constexpr auto bytes = static_cast<std::int64_t>(sizeof(Element));
-  const std::int64_t c_stride = c_row * static_cast<std::int64_t>(sizeof(float)), a_stride = a_row * bytes;
-  if constexpr (overwrite) {
+// The accumulators of a block of c: one or two row tiles, two column tiles.
+template <int row_tiles>
+struct Block {
+  static HWY_INLINE void zero() {
     tile::zero<0>();
     tile::zero<1>();
     if constexpr (row_tiles == 2) {
       tile::zero<2>();
       tile::zero<3>();
     }
+  }
+  static HWY_INLINE void load(const float* c, std::int64_t c_row) {
+    const std::int64_t stride = c_row * static_cast<std::int64_t>(sizeof(float));
+    tile::load<0>(c, stride);
+    tile::load<1>(c + tile_cols, stride);
+    if constexpr (row_tiles == 2) {
+      tile::load<2>(c + tile_rows * c_row, stride);
+      tile::load<3>(c + tile_rows * c_row + tile_cols, stride);
+    }
+  }
+  static HWY_INLINE void store(float* c, std::int64_t c_row) {
+    const std::int64_t stride = c_row * static_cast<std::int64_t>(sizeof(float));
+    tile::store<0>(c, stride);
+    tile::store<1>(c + tile_cols, stride);
+    if constexpr (row_tiles == 2) {
+      tile::store<2>(c + tile_rows * c_row, stride);
+      tile::store<3>(c + tile_rows * c_row + tile_cols, stride);
+    }
+  }
+  static HWY_INLINE void multiply_add(std::int64_t depth, const Element* a, std::int64_t a_row,
+                                      const Element* b, std::int64_t b_col) {
+    const std::int64_t stride = a_row * static_cast<std::int64_t>(sizeof(Element));
+    for (std::int64_t k = 0; k < depth; k += tile_depth, a += tile_depth, b += tile_elements) {
+      tile::load<6>(b, 64);
+      tile::load<4>(a, stride);
+      tile::multiply_add<0, 4, 6>();
+      tile::load<7>(b + b_col, 64);
+      tile::multiply_add<1, 4, 7>();
+      if constexpr (row_tiles == 2) {
+        tile::load<5>(a + tile_rows * a_row, stride);
+        tile::multiply_add<2, 5, 6>();
+        tile::multiply_add<3, 5, 7>();
+      }
+    }
+  }
+};
+
+template <bool overwrite, int row_tiles>
+HWY_INLINE void multiply_block(std::int64_t depth, const Element* a, std::int64_t a_row, const Element* b,
+                               std::int64_t b_col, float* c, std::int64_t c_row) {
+  if constexpr (overwrite) {
+    Block<row_tiles>::zero();
   } else {
-    tile::load<0>(c, c_stride);
-    tile::load<1>(c + tile_cols, c_stride);
-    if constexpr (row_tiles == 2) {
-      tile::load<2>(c + tile_rows * c_row, c_stride);
-      tile::load<3>(c + tile_rows * c_row + tile_cols, c_stride);
-    }
+    Block<row_tiles>::load(c, c_row);
   }
-  for (std::int64_t k = 0; k < depth; k += tile_depth, a += tile_depth, b += tile_elements) {
-    tile::load<6>(b, 64);
-    tile::load<4>(a, a_stride);
-    tile::multiply_add<0, 4, 6>();
-    tile::load<7>(b + b_col, 64);
-    tile::multiply_add<1, 4, 7>();
-    if constexpr (row_tiles == 2) {
-      tile::load<5>(a + tile_rows * a_row, a_stride);
-      tile::multiply_add<2, 5, 6>();
-      tile::multiply_add<3, 5, 7>();
-    }
-  }
-  tile::store<0>(c, c_stride);
-  tile::store<1>(c + tile_cols, c_stride);
-  if constexpr (row_tiles == 2) {
-    tile::store<2>(c + tile_rows * c_row, c_stride);
-    tile::store<3>(c + tile_rows * c_row + tile_cols, c_stride);
-  }
+  Block<row_tiles>::multiply_add(depth, a, a_row, b, b_col);
+  Block<row_tiles>::store(c, c_row);
 }
 
 // The last rows, fewer than a tile: c has room for no more, so the tile is a copy.
@@ -99,16 +124,9 @@ HWY_NOINLINE void multiply_last_rows(std::int64_t rows, std::int64_t depth, cons
 // spare rows does not matter. cols and depth are multiples of their units.
 template <Into into>
 HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
-                               OperandB b, float* c, std::int64_t c_row, const float* scale = nullptr) {
+                               OperandB b, float* c, std::int64_t c_row) {
+  static_assert(into != Into::scaled_add, "Product does that");
   constexpr bool overwrite = into == Into::overwrite;
-  if constexpr (into == Into::scaled_add) {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      if (scale[r] == 1.0f) continue;
-      for (std::int64_t i = 0; i < cols; i += lanes) {
-        store(hn::Mul(load(c + r * c_row + i), set(scale[r])), c + r * c_row + i);
-      }
-    }
-  }
   for (std::int64_t col = 0; col < cols; col += col_unit) {
     const Element* bc = b.data + col / tile_cols * b.col;
     std::int64_t r = 0;
@@ -125,6 +143,66 @@ HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_
     }
   }
 }
+
+// The product of one row tile of softmax, a step at a time: what is done between two steps is done beside the
+// tile unit, and must leave the tiles alone. c has room for whole tiles.
+constexpr bool overlaps = true;
+
+template <Into into>
+class Product {
+ public:
+  static constexpr std::int64_t max_rows = 2 * tile_rows;
+
+  Product() = default;
+  Product(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a, OperandB b, float* c,
+          std::int64_t c_row, const float* scale = nullptr)
+      : a_(a), b_(b), c_(c), c_row_(c_row), rows_(rows), depth_(depth) {
+    steps_ = cols / col_unit * ((depth + step_depth - 1) / step_depth);
+    if constexpr (into == Into::scaled_add) {
+      for (std::int64_t r = 0; r < rows; ++r) {
+        if (scale[r] == 1.0f) continue;
+        for (std::int64_t i = 0; i < cols; i += lanes)
+          store(hn::Mul(load(c + r * c_row + i), set(scale[r])), c + r * c_row + i);
+      }
+    }
+  }
+  [[nodiscard]] std::int64_t steps() const { return steps_; }  // that are left
+  HWY_INLINE void step() {
+    if (rows_ > tile_rows) {
+      step_block<Block<2>>();
+    } else {
+      step_block<Block<1>>();
+    }
+  }
+
+ private:
+  static constexpr std::int64_t step_depth = 4 * tile_depth;
+
+  OperandA a_{};
+  OperandB b_{};
+  float* c_ = nullptr;
+  std::int64_t c_row_ = 0, rows_ = 0, depth_ = 0, k_ = 0, steps_ = 0;
+
+  template <class Accumulators>
+  HWY_INLINE void step_block() {
+    if (k_ == 0) {
+      if constexpr (into == Into::overwrite) {
+        Accumulators::zero();
+      } else {
+        Accumulators::load(c_, c_row_);
+      }
+    }
+    Accumulators::multiply_add(std::min(step_depth, depth_ - k_), a_.data + k_, a_.row,
+                               b_.data + k_ * tile_cols, b_.col);
+    --steps_;
+    k_ += step_depth;
+    if (k_ < depth_) return;
+    Accumulators::store(c_, c_row_);
+    k_ = 0;
+    c_ += col_unit;
+    b_.data += 2 * b_.col;
+  }
+};
 
 // --- Operands ----------------------------------------------------------------------------------------------
 
@@ -174,18 +252,33 @@ HWY_INLINE void zip_rows(const Element* upper, const Element* lower, void* to) {
   }
 }
 
+// Two rows of cells, 16 each: their low halves side by side, and their high halves.
+HWY_INLINE void zip_cells(const Element* upper, const Element* lower, std::uint32_t* low,
+                          std::uint32_t* high) {
+  const UintTag u;
+  const auto high_half = hn::Set(u, 0xFFFF0000u);
+  for (std::int64_t c = 0; c < tile_cols; c += lanes) {
+    const auto x = hn::LoadU(u, reinterpret_cast<const std::uint32_t*>(upper) + c);
+    const auto y = hn::LoadU(u, reinterpret_cast<const std::uint32_t*>(lower) + c);
+    hn::StoreU(hn::OrAnd(hn::ShiftLeft<16>(y), x, hn::Set(u, 0xFFFFu)), u, low + c);
+    hn::StoreU(hn::OrAnd(hn::ShiftRight<16>(x), y, high_half), u, high + c);
+  }
+}
+
 HWY_INLINE OperandA a_rows(const Element* tile, std::int64_t ld) { return {tile, ld}; }
 
+// Of p or ds: its columns lie in pairs (store_pair).
 HWY_INLINE OperandA a_transposed(const Element* tile, std::int64_t ld, std::int64_t rows, std::int64_t cols,
                                  Element* scratch) {
   for (std::int64_t r = 0; r < rows; r += tile_depth) {
-    for (std::int64_t c = 0; c < cols; c += tile_cols) {
-      alignas(64) std::uint32_t cells[16 * 16];
-      for (std::int64_t pair = 0; pair < 16; ++pair) {
-        const Element* upper = tile + (r + 2 * pair) * ld + c;
-        zip_rows(upper, upper + ld, cells + 16 * pair);
+    for (std::int64_t c = 0; c < cols; c += 2 * pair_distance) {
+      alignas(64) std::uint32_t low[16 * 16], high[16 * 16];
+      for (std::int64_t j = 0; j < pair_distance; ++j) {
+        const Element* upper = tile + (r + j) * ld + c;
+        zip_cells(upper, upper + pair_distance * ld, low + 16 * j, high + 16 * j);
       }
-      transpose_tile(cells, 16, scratch + c * rows + r, rows / 2);
+      transpose_tile(low, 16, scratch + c * rows + r, rows / 2);
+      transpose_tile(high, 16, scratch + (c + pair_distance) * rows + r, rows / 2);
     }
   }
   return {scratch, rows};
@@ -196,8 +289,10 @@ HWY_INLINE OperandB b_rows(const Element* tile, std::int64_t ld, std::int64_t de
                            Element* scratch) {
   Element* to = scratch;
   for (std::int64_t c = 0; c < cols; c += tile_cols) {
-    for (std::int64_t k = 0; k < depth; k += 2, to += 2 * tile_cols)
-      zip_rows(tile + k * ld + c, tile + (k + 1) * ld + c, to);
+    for (std::int64_t k = 0; k < depth; k += tile_depth) {
+      for (std::int64_t j = 0; j < pair_distance; ++j, to += 2 * tile_cols)
+        zip_rows(tile + (k + j) * ld + c, tile + (k + j + pair_distance) * ld + c, to);
+    }
   }
   return {scratch, depth * tile_cols};
 }
@@ -223,15 +318,15 @@ HWY_INLINE OperandB b_right(OperandB b, std::int64_t cols) {
 // Half as large as the floats, so that a row ends in its first half.
 HWY_INLINE Element* elements_in(float* tile) { return reinterpret_cast<Element*>(tile); }
 constexpr std::int64_t element_stride(std::int64_t tile_ld) { return 2 * tile_ld; }
-HWY_INLINE void store_element(Vec x, Element* to) {
-#if HWY_CAP_GE512
-  // AVX512-BF16, which every CPU with AMX has and Highway's target of this object has not.
-  __m256i bits;
-  __asm__("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(x.raw));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
-#else
-  store_from_float(x, to);
-#endif
+// Stores two vectors of a row, columns c .. and c + pair_distance .., to - with the others of the pair - the
+// cells of 2 * pair_distance columns that begin at `to`. Rounded to nearest, ties away from 0. A NaN stays
+// one if its lower half is not all ones: see canonical().
+HWY_INLINE void store_pair(Vec x, Vec y, Element* to, std::int64_t c) {
+  const UintTag u;
+  const auto half = hn::Set(u, 0x8000u);
+  const auto low = hn::ShiftRight<16>(hn::Add(hn::BitCast(u, x), half));
+  const auto high = hn::Add(hn::BitCast(u, y), half);
+  hn::StoreU(hn::OrAnd(low, high, hn::Set(u, 0xFFFF0000u)), u, reinterpret_cast<std::uint32_t*>(to) + c);
 }
 
 }  // namespace tessera::cpu::TESSERA_CPU_KERNEL

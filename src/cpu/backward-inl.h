@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <type_traits>
 
 #include "cpu/engine-inl.h"
 #include "cpu/parallel.h"
@@ -25,6 +26,15 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 constexpr BackwardTiles backward_tiles = TESSERA_CPU_TILES.backward;
 static_assert(backward_tiles.tile_m % row_unit == 0 && backward_tiles.tile_m % depth_unit == 0);
 static_assert(backward_tiles.block_n % col_align == 0 && backward_tiles.block_n % col_unit == 0);
+
+// Rows of a tile. A tile computes what any of its rows sees, so under a narrow window it has fewer.
+HWY_NOINLINE std::int64_t backward_tile_m(const Problem& problem) {
+  constexpr std::int64_t unit = 32, parts = 8;
+  static_assert(unit % row_unit == 0 && unit % depth_unit == 0);
+  const std::int64_t left = problem.window_left, right = problem.window_right;
+  if (left >= Mask::unbounded || right >= Mask::unbounded) return backward_tiles.tile_m;
+  return std::min(backward_tiles.tile_m, round_up((left + right) / parts + 1, unit));
+}
 
 // What the threads share: one number a row of every query head, and dq before its conversion.
 struct BackwardRows {
@@ -42,7 +52,7 @@ struct BackwardRows {
     lse = carve.take<float>(all);
     delta = carve.take<float>(all);
     dq = carve.take<float>(all * depth_cols);
-    const std::int64_t tiles = all / backward_tiles.tile_m + sequence_count(problem) * problem.num_heads_q;
+    const std::int64_t tiles = all / backward_tile_m(problem) + sequence_count(problem) * problem.num_heads_q;
     turn = carve.take<std::int32_t>(tiles);
     first_row_tile = carve.take<std::int64_t>(sequence_count(problem) + 1);
     first_key_block = carve.take<std::int64_t>(sequence_count(problem) + 1);
@@ -68,7 +78,7 @@ struct BackwardScratch {
   std::int64_t tile_ld, p_ld;           // row strides of s and dp; of p and ds
 
   BackwardScratch(Carver& carve, const Problem& problem) {
-    const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tiles.tile_m;
+    const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tile_m(problem);
     depth = round_up(problem.head_dim, depth_unit);
     value_depth = round_up(problem.head_dim_v, depth_unit);
     depth_cols = round_up(depth, col_unit);
@@ -147,15 +157,16 @@ HWY_NOINLINE void prepare_rows(const Problem& problem, const BackwardRows& share
     const std::int64_t at = shared.index(problem, sequence, b, h, i), s = sequence.q_begin + i;
     const float lse = static_cast<const float*>(problem.lse.data)[problem.lse.offset(b, s, h)];
     // A row that sees nothing: p = 2^(s - inf) = 0.
-    shared.lse[at] = lse == -infinity ? infinity : lse * log2e;
+    shared.lse[at] = lse == -infinity ? infinity : canonical(lse * log2e);
     if (lse == -infinity) {
       shared.delta[at] = 0.0f;  // whatever dlse says: nothing depends on this row
       continue;
     }
-    shared.delta[at] = dot_rows(problem.dout, problem.o, b, s, h, problem.head_dim_v);
+    float delta = dot_rows(problem.dout, problem.o, b, s, h, problem.head_dim_v);
     if (problem.dlse.given()) {
-      shared.delta[at] -= static_cast<const float*>(problem.dlse.data)[problem.dlse.offset(b, s, h)];
+      delta -= static_cast<const float*>(problem.dlse.data)[problem.dlse.offset(b, s, h)];
     }
+    shared.delta[at] = canonical(delta);
   }
 }
 
@@ -182,35 +193,61 @@ HWY_NOINLINE void sink_gradient(const Problem& problem, const BackwardRows& shar
 // float and in place of dp.
 enum class Of : std::uint8_t { product, score };
 
-template <Of of, bool plain, bool masked>
+template <Of of, bool plain>
 HWY_INLINE void gradient_row(const Scoring& scoring, const RowPiece& piece, const float* s, float* dp,
                              Element* p, Element* ds, float lse, float delta, const RowScratch& scratch) {
   const Dropout& dropout = scoring.problem.dropout;
   const Vec scale = set(scoring.scale), shift = set(lse), d = set(delta), z = set(dropout.scale);
   const bool dropping = dropout.active();
-  for (std::int64_t c = piece.cols.begin; c < piece.cols.end; c += lanes) {
+  struct Gradient {
+    Vec p, ds;
+  };
+  const auto one = [&](std::int64_t c, auto masked) HWY_ATTR {
+    constexpr bool simple = plain && !masked.value;
     Vec x = load(s + c), cap_slope = set(1.0f);
-    if constexpr (plain && !masked) {
+    if constexpr (simple) {
       x = hn::MulSub(x, scale, shift);
     } else {
-      x = hn::Sub(score<masked>(scoring, piece, x, c, scratch.bias, cap_slope), shift);
+      x = hn::Sub(score<masked.value>(scoring, piece, x, c, scratch.bias, cap_slope), shift);
     }
     // At most 1, but for the rounding of lse: where scores are huge that is more than exponents can hold.
     const Vec probability = exp2<exp2_degree>(hn::Min(set(1.0f), x));
     Vec y = load(dp + c), dropped = probability;
     if (dropping) {
-      const Vec keep = hn::Mul(kept(scratch.random + (c - piece.cols.begin), dropout.threshold), z);
+      const Vec keep = hn::Mul(kept(scratch.random + (c - piece.live.begin), dropout.threshold), z);
       y = hn::Mul(y, keep);
       dropped = hn::Mul(probability, keep);
     }
     y = hn::Mul(probability, hn::Sub(y, d));
+    if constexpr (of == Of::product && !simple) y = hn::Mul(y, cap_slope);
+    return Gradient{dropped, y};
+  };
+  const auto run = [&](std::int64_t c, std::int64_t end, auto masked) HWY_ATTR {
     if constexpr (of == Of::score) {
-      store(y, dp + c);
-    } else {
-      if constexpr (!plain || masked) y = hn::Mul(y, cap_slope);
-      store_element(dropped, p + c);
-      store_element(y, ds + c);
+      for (; c < end; c += lanes) store(one(c, masked).ds, dp + c);
+      return;
     }
+    for (; c + group_cols <= end; c += group_cols) {
+      for (std::int64_t i = 0; i < pair_distance; i += lanes) {
+        const Gradient first = one(c + i, masked), second = one(c + i + pair_distance, masked);
+        store_pair(first.p, second.p, p + c, i);
+        store_pair(first.ds, second.ds, ds + c, i);
+      }
+    }
+    if (c < end) {
+      const Gradient last = one(c, masked);
+      store_pair(last.p, set(0.0f), p + c, 0);
+      store_pair(last.ds, set(0.0f), ds + c, 0);
+    }
+  };
+  over_columns(
+      piece, [&](std::int64_t c, std::int64_t end) HWY_ATTR { run(c, end, std::true_type()); },
+      [&](std::int64_t c, std::int64_t end) HWY_ATTR { run(c, end, std::false_type()); });
+  if constexpr (of == Of::score) {
+    zero_rest(piece, dp);
+  } else {
+    zero_rest(piece, p);
+    zero_rest(piece, ds);
   }
 }
 
@@ -225,12 +262,10 @@ HWY_NOINLINE void gradient_tile(const Scoring& scoring, const Mask& mask, const 
     const RowPiece piece(i, key, cols, mask.keys_of_row(i));
     if (scoring.biased) load_bias(scoring, piece, scratch.row.bias);
     if (dropout.active()) {
-      dropout_bits(dropout, scoring.head_index(), static_cast<unsigned>(i), key + cols.begin, key + cols.end,
-                   scratch.row.random);
+      dropout_bits(dropout, scoring.head_index(), static_cast<unsigned>(i), key + piece.live.begin,
+                   key + piece.live.end, scratch.row.random);
     }
-    const auto run = piece.masked()    ? &gradient_row<of, false, true>
-                     : scoring.plain() ? &gradient_row<of, true, false>
-                                       : &gradient_row<of, false, false>;
+    const auto run = scoring.plain() ? &gradient_row<of, true> : &gradient_row<of, false>;
     run(scoring, piece, scratch.s + at, scratch.dp + at, scratch.p + r * scratch.p_ld,
         scratch.ds + r * scratch.p_ld, lse[r], delta[r], scratch.row);
   }
@@ -317,7 +352,7 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
                                 const BlockTasks& row_tiles, const BackwardScratch& scratch, std::int64_t b,
                                 std::int64_t kv_head, std::int64_t key) {
   const Sequence sequence = sequence_or_rest(problem, b);
-  const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tiles.tile_m;
+  const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tile_m(problem);
   const std::int64_t allocated = std::min(block_n, sequence.allocated_k - key);
   const float scale = static_cast<float>(problem.softmax_scale);
   const Mask mask = problem.mask(sequence);
@@ -380,7 +415,7 @@ struct BiasTasks {
     const std::int64_t* own = problem.dbias.extent;
     extent[0] = own[0];
     extent[1] = own[1];
-    extent[2] = (own[2] + backward_tiles.tile_m - 1) / backward_tiles.tile_m;
+    extent[2] = (own[2] + backward_tile_m(problem) - 1) / backward_tile_m(problem);
     extent[3] = (own[3] + backward_tiles.block_n - 1) / backward_tiles.block_n;
   }
   [[nodiscard]] std::int64_t count() const { return extent[0] * extent[1] * extent[2] * extent[3]; }
@@ -411,7 +446,7 @@ HWY_NOINLINE void bias_task(const Problem& problem, const BackwardRows& shared,
                             const BackwardScratch& scratch, std::int64_t index) {
   const BiasView& dbias = problem.dbias;
   const BiasTasks tasks(problem);
-  const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tiles.tile_m;
+  const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tile_m(problem);
   const std::int64_t j = index % tasks.extent[3], i = index / tasks.extent[3] % tasks.extent[2];
   const std::int64_t head = index / (tasks.extent[3] * tasks.extent[2]) % tasks.extent[1];
   const std::int64_t batch = index / (tasks.extent[3] * tasks.extent[2] * tasks.extent[1]);
@@ -481,7 +516,7 @@ HWY_NOINLINE void backward(const Problem& problem, int threads, void* workspace)
   const BackwardLayout layout(problem, threads, workspace);
   Carver carve(layout.shared);
   const BackwardRows shared(carve, problem);
-  const BlockTasks row_tiles(problem, problem.num_heads_q, backward_tiles.tile_m, shared.first_row_tile,
+  const BlockTasks row_tiles(problem, problem.num_heads_q, backward_tile_m(problem), shared.first_row_tile,
                              [](const Sequence& sequence) { return sequence.allocated_q; });
   const BlockTasks key_blocks(problem, problem.num_heads_k, backward_tiles.block_n, shared.first_key_block,
                               [](const Sequence& sequence) { return sequence.allocated_k; });

@@ -22,13 +22,16 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr ForwardTiles forward_tiles = TESSERA_CPU_TILES.forward;
 constexpr std::int64_t max_task_rows = 1024;
-static_assert(forward_tiles.tile_m % row_unit == 0);
+static_assert(forward_tiles.tile_m % row_unit == 0 &&
+              forward_tiles.tile_m <= Product<Into::overwrite>::max_rows);
 static_assert(forward_tiles.block_n % col_align == 0 && forward_tiles.block_n % col_unit == 0);
 
 // One thread's arrays.
 struct ForwardScratch {
-  Element *q, *k, *v, *k_operand, *v_operand, *p;
-  float *s, *acc_o, *row_max, *row_sum, *alpha, *tile_max;  // row_max in the units of s
+  Element *q, *k, *v, *k_operand, *v_operand;
+  float* s[2];  // where nothing overlaps, both are one; p takes the place of s
+  float* acc_o;
+  float *row_max, *row_sum, *alpha, *tile_max;  // row_max in the units of s; row_sum a vector a row
   RowScratch row;
 
   std::int64_t depth, value_cols;                  // of q kᵀ; of v and acc_o
@@ -47,12 +50,12 @@ struct ForwardScratch {
     v = carve.take<Element>(block_n * value_ld);
     k_operand = carve.take<Element>(b_transposed_size(depth, block_n));
     v_operand = carve.take<Element>(b_rows_size(block_n, value_cols));
-    s = carve.take<float>(tile_m * tile_ld);
-    p = elements_in(s);
+    s[0] = carve.take<float>(tile_m * tile_ld);
+    s[1] = overlaps ? carve.take<float>(tile_m * tile_ld) : s[0];
     p_ld = element_stride(tile_ld);
     acc_o = carve.take<float>(rows * value_cols);
     row_max = carve.take<float>(rows);
-    row_sum = carve.take<float>(rows);
+    row_sum = carve.take<float>(rows * lanes);
     alpha = carve.take<float>(rows);
     tile_max = carve.take<float>(tile_m);
     row.bias = carve.take<float>(block_n);
@@ -60,61 +63,84 @@ struct ForwardScratch {
   }
 };
 
-// p = 2^(scale (x - largest)) over the piece, dropped where dropout says so; returns the sum before dropping.
-// The difference comes first: scaled on its own, a huge x would be rounded by more than a whole exponent.
-HWY_INLINE float exponentiate(const RowPiece& piece, const float* x, float scale, float largest, Element* p,
-                              const std::uint16_t* random, unsigned threshold) {
-  const Vec s = set(scale), m = set(largest);
+// p = 2^(scale x - shift) over the piece, dropped where dropout says so; returns the sum before dropping, in
+// a vector.
+HWY_INLINE Vec exponentiate(const RowPiece& piece, const float* x, float scale, float shift, Element* p,
+                            const std::uint16_t* random, unsigned threshold) {
+  const Vec s = set(scale), m = set(shift);
   Vec sum[4] = {set(0.0f), set(0.0f), set(0.0f), set(0.0f)};
-  const auto step = [&](std::int64_t c, Vec& total) HWY_ATTR {
-    Vec y = exp2<exp2_degree>(hn::Mul(hn::Sub(load(x + c), m), s));
+  const auto one = [&](std::int64_t c, Vec& total) HWY_ATTR {
+    const Vec y = exp2<exp2_degree>(hn::MulSub(load(x + c), s, m));
     total = hn::Add(total, y);
-    if (random != nullptr) y = hn::Mul(y, kept(random + (c - piece.cols.begin), threshold));
-    store_element(y, p + c);
+    return random == nullptr ? y : hn::Mul(y, kept(random + (c - piece.live.begin), threshold));
   };
-  std::int64_t c = piece.cols.begin;
-  for (; c + 4 * lanes <= piece.cols.end; c += 4 * lanes) {
-    step(c, sum[0]);
-    step(c + lanes, sum[1]);
-    step(c + 2 * lanes, sum[2]);
-    step(c + 3 * lanes, sum[3]);
+  const auto group = [&](std::int64_t c, Vec& first, Vec& second) HWY_ATTR {
+    for (std::int64_t i = 0; i < pair_distance; i += lanes) {
+      const Vec y = one(c + i, first);
+      store_pair(y, one(c + i + pair_distance, second), p + c, i);
+    }
+  };
+  std::int64_t c = piece.live.begin;
+  for (; c + 2 * group_cols <= piece.live.end; c += 2 * group_cols) {
+    group(c, sum[0], sum[1]);
+    group(c + group_cols, sum[2], sum[3]);
   }
-  // Which accumulator takes a column depends on the column alone: cols.begin is a multiple of 4 * lanes.
-  for (int i = 0; c < piece.cols.end; c += lanes, ++i) step(c, sum[i]);
-  return sum_of(hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3])));
+  if (c + group_cols <= piece.live.end) {
+    group(c, sum[0], sum[1]);
+    c += group_cols;
+  }
+  if (c < piece.live.end) store_pair(one(c, sum[2]), set(0.0f), p + c, 0);
+  zero_rest(piece, p);
+  return hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3]));
 }
 
+// Scaled scores up to this are subtracted after their rounding, which all of a row's terms share and its lse
+// undoes. Beyond, it could be more than an exponent holds.
+constexpr float most_rounded = 1024.0f;
+
 // The online softmax over one tile: s becomes p, the rows' state moves on, alpha is what acc_o must shrink
-// by. All rows' maxima first: the exponentials then wait for none of them.
+// by. All rows' maxima first: the exponentials then wait for none of them. After each row's exponentials
+// comes between(rows left).
+template <class Between>
 HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch,
-                               Range rows, std::int64_t first_row, std::int64_t key, Range cols) {
+                               float* s, Range rows, std::int64_t first_row, std::int64_t key, Range cols,
+                               const Between& between) {
   const Dropout& dropout = scoring.problem.dropout;
   const float scale = scoring.exponent_scale();
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
     const RowPiece piece(i, key, cols, mask.keys_of_row(i));
     scratch.tile_max[i - rows.begin] =
-        score_row(scoring, piece, scratch.s + (i - rows.begin) * scratch.tile_ld, scratch.row);
+        score_row(scoring, piece, s + (i - rows.begin) * scratch.tile_ld, scratch.row);
   }
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
     const std::int64_t r = i - first_row;
-    const float* x = scratch.s + (i - rows.begin) * scratch.tile_ld;
-    Element* p = scratch.p + (i - rows.begin) * scratch.p_ld;
+    float* x = s + (i - rows.begin) * scratch.tile_ld;
+    Element* p = elements_in(s) + (i - rows.begin) * scratch.p_ld;
     const RowPiece piece(i, key, cols, mask.keys_of_row(i));
     const float before = scratch.row_max[r];
     const float largest = std::max(before, scratch.tile_max[i - rows.begin]);
     // A row that has seen nothing but -inf keeps p = 2^-inf = 0 instead of NaN.
-    const float shift = largest == -infinity ? 0.0f : largest;
-    const float alpha = before == largest ? 1.0f : hn::GetLane(exp2(set((before - shift) * scale)));
+    const float most = largest == -infinity ? 0.0f : largest;
+    float shift = most * scale, exponent = before * scale - shift;
+    if (!(std::abs(shift) <= most_rounded)) {
+      for (std::int64_t c = piece.live.begin; c < piece.live.end; c += lanes)
+        store(hn::Sub(load(x + c), set(most)), x + c);
+      shift = 0.0f;
+      exponent = (before - most) * scale;
+    }
+    const float alpha = before == largest ? 1.0f : hn::GetLane(exp2(set(exponent)));
     const std::uint16_t* random = nullptr;
     if (dropout.active()) {
       random = scratch.row.random;
-      dropout_bits(dropout, scoring.head_index(), static_cast<unsigned>(i), key + cols.begin, key + cols.end,
-                   scratch.row.random);
+      dropout_bits(dropout, scoring.head_index(), static_cast<unsigned>(i), key + piece.live.begin,
+                   key + piece.live.end, scratch.row.random);
     }
-    const float sum = exponentiate(piece, x, scale, shift, p, random, dropout.threshold);
+    const Vec sum = exponentiate(piece, x, scale, shift, p, random, dropout.threshold);
+    float* total = scratch.row_sum + r * lanes;
+    store(hn::MulAdd(set(alpha), load(total), sum), total);
     scratch.row_max[r] = largest;
-    scratch.row_sum[r] = alpha * scratch.row_sum[r] + sum;
     scratch.alpha[r] = alpha;
+    between(rows.end - 1 - i);
   }
 }
 
@@ -127,19 +153,81 @@ HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scra
     for (std::int64_t i = rows.begin; i < rows.end; ++i) {
       const std::int64_t r = i - rows.begin;
       auto* to = o + problem.o.offset(b, sequence.q_begin + i, h);
-      const bool seen = i < sequence.seqlen_q && scratch.row_sum[r] != 0.0f;
+      const float sum = sum_of(load(scratch.row_sum + r * lanes));
+      const bool seen = i < sequence.seqlen_q && sum != 0.0f;
       if (seen) {
-        row_from_float(scratch.acc_o + r * scratch.value_cols, problem.dropout.scale / scratch.row_sum[r],
+        row_from_float(scratch.acc_o + r * scratch.value_cols, problem.dropout.scale / sum,
                        problem.head_dim_v, to);
       } else {
         zero_row(to, problem.head_dim_v);
       }
       if (problem.lse.given()) {
         lse[problem.lse.offset(b, sequence.q_begin + i, h)] =
-            seen ? scratch.row_max[r] * scale * ln2 + std::log(scratch.row_sum[r]) : -infinity;
+            seen ? scratch.row_max[r] * scale * ln2 + std::log(sum) : -infinity;
       }
     }
   });
+}
+
+// One block of keys and all row tiles that see some of it. Where products overlap with softmax, each tile's
+// scores are made and the values of the tile before are added while its exponentials are: first the values,
+// whose p lies where the scores are to go.
+HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch, Range live,
+                         Range block, OperandB k, OperandB v) {
+  const auto scores_of = [&](Range tile, Range cols, float* s) {
+    const std::int64_t r = tile.begin - live.begin;
+    return Product<Into::overwrite>(tile.size(), cols.size(), scratch.depth,
+                                    a_rows(scratch.q + r * scratch.depth_ld, scratch.depth_ld),
+                                    b_right(k, cols.begin), s + cols.begin, scratch.tile_ld);
+  };
+  const auto values_of = [&](Range tile, Range cols, float* s) {
+    const std::int64_t r = tile.begin - live.begin;
+    return Product<Into::scaled_add>(tile.size(), scratch.value_cols, cols.size(),
+                                     a_rows(elements_in(s) + cols.begin, scratch.p_ld),
+                                     b_below(v, cols.begin), scratch.acc_o + r * scratch.value_cols,
+                                     scratch.value_cols, scratch.alpha + r);
+  };
+  Product<Into::overwrite> scores;
+  Product<Into::scaled_add> values;
+  const auto advance = [&](std::int64_t steps) HWY_ATTR {
+    for (; steps > 0 && values.steps() > 0; --steps) values.step();
+    for (; steps > 0 && scores.steps() > 0; --steps) scores.step();
+  };
+  const auto finish = [&]() HWY_ATTR { advance(values.steps() + scores.steps()); };
+
+  Range tile, cols;  // whose scores are made
+  int side = 0;
+  std::int64_t i = live.begin;
+  const auto next_tile = [&] {  // that sees some of the block; empty after the last
+    for (tile = {}; i < live.end && tile.empty(); i += forward_tiles.tile_m) {
+      cols = columns_of(mask, block, {i, std::min<long long>(i + forward_tiles.tile_m, live.end)});
+      if (!cols.empty()) tile = {i, std::min<long long>(i + forward_tiles.tile_m, live.end)};
+    }
+    if (!tile.empty()) scores = scores_of(tile, cols, scratch.s[side]);
+  };
+  next_tile();
+  finish();
+  while (!tile.empty()) {
+    const Range now = tile, now_cols = cols;
+    float* s = scratch.s[side];
+    if constexpr (overlaps) {
+      side = 1 - side;
+      next_tile();
+    }
+    softmax_tile(scoring, mask, scratch, s, now, live.begin, block.begin, now_cols,
+                 [&](std::int64_t rows_left) HWY_ATTR {
+                   const std::int64_t steps = values.steps() + scores.steps();
+                   advance((steps + rows_left) / (rows_left + 1));
+                 });
+    finish();
+    values = values_of(now, now_cols, s);
+    if constexpr (!overlaps) {
+      finish();
+      next_tile();
+      finish();
+    }
+  }
+  finish();
 }
 
 // Rows rows of head h: all key blocks they see.
@@ -156,7 +244,10 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
   const bool sunk = problem.sinks != nullptr;
   const std::int64_t spare = round_up(rows.size(), row_unit);
   std::fill(scratch.row_max, scratch.row_max + spare, sunk ? problem.sink(h) * log2e : -infinity);
-  std::fill(scratch.row_sum, scratch.row_sum + spare, sunk ? 1.0f : 0.0f);
+  zero_row(scratch.row_sum, spare * lanes);
+  if (sunk) {
+    for (std::int64_t r = 0; r < spare; ++r) scratch.row_sum[r * lanes] = 1.0f;
+  }
   std::fill(scratch.alpha, scratch.alpha + spare, 1.0f);
   zero_row(scratch.acc_o, spare * scratch.value_cols);
   if (!keys.empty()) {
@@ -174,20 +265,7 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
     const OperandB k = b_transposed(k_rows.data, k_rows.ld, scratch.depth, block_n, scratch.k_operand);
     const OperandB v = b_rows(v_rows.data, v_rows.ld, block_n, scratch.value_cols, scratch.v_operand);
 
-    for (std::int64_t i = live.begin; i < live.end; i += forward_tiles.tile_m) {
-      const Range tile{i, std::min<long long>(i + forward_tiles.tile_m, live.end)};
-      const Range cols = columns_of(mask, block, tile);
-      if (cols.empty()) continue;
-      const std::int64_t r = i - live.begin, count = tile.size();
-      multiply_tiles<Into::overwrite>(count, cols.size(), scratch.depth,
-                                      a_rows(scratch.q + r * scratch.depth_ld, scratch.depth_ld),
-                                      b_right(k, cols.begin), scratch.s + cols.begin, scratch.tile_ld);
-      softmax_tile(scoring, mask, scratch, tile, live.begin, key, cols);
-      multiply_tiles<Into::scaled_add>(count, scratch.value_cols, cols.size(),
-                                       a_rows(scratch.p + cols.begin, scratch.p_ld), b_below(v, cols.begin),
-                                       scratch.acc_o + r * scratch.value_cols, scratch.value_cols,
-                                       scratch.alpha + r);
-    }
+    attend(scoring, mask, scratch, live, block, k, v);
   }
   finish_rows(problem, scratch, sequence, b, h, rows, scoring.exponent_scale());
 }

@@ -8,4 +8,5 @@
 #undef HWY_TARGET
 #define HWY_TARGET TESSERA_CPU_TARGET
 
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>

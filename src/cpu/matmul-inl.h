@@ -17,26 +17,39 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 using Element = float;  // of the operands
 using Rows = RowsOf<Element>;
 
-// Accumulators fill the registers, and the panel of B that all rows pass over stays small: 12 x 2 of
-// AVX-512's 32 registers, 6 x 2 of the 16 that AVX2 has, 6 x 4 of NEON's 32.
-constexpr int micro_rows = HWY_CAP_GE512 ? 12 : 6;
-constexpr int micro_vectors = HWY_ARCH_ARM ? 4 : 2;
+// Accumulators fill the registers, 24 of AVX-512's and NEON's 32, 12 of the 16 that AVX2 has, in the shape
+// that needs the fewest loads: a thread that shares its core with another has half of its instructions a
+// cycle.
+constexpr int micro_rows = 6;
+constexpr int micro_vectors = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;
 constexpr std::int64_t micro_cols = micro_vectors * lanes;
+constexpr std::int64_t panel_bytes = 24576;  // of B, that all rows pass over
 
 constexpr std::int64_t row_unit = 1;      // tiles have room for their rows rounded up to this
 constexpr std::int64_t col_unit = lanes;  // and for their columns: what is spare there is zero
 constexpr std::int64_t depth_unit = 1;    // a product's depth is a multiple of this
 
+// p and ds are stored two vectors at a time: neighbours here.
+constexpr std::int64_t pair_distance = lanes;
+
 // Of the polynomial that makes a probability.
 constexpr int exp2_degree = 6;
 
-// What holds a thread's state in place for the length of a task; nothing here.
-struct Session {};
+// What holds a thread's state in place for the length of a task.
+using Session = NoDenormals;
 
-// Element (r, k) at data[r * row + k * depth].
+// Along which of the two A's elements are neighbours: (r, k) at data[r * stride + k], or at data[r + k *
+// stride].
+enum class Along : std::uint8_t { depth, rows };
+
 struct OperandA {
   const float* data;
-  std::int64_t row, depth;
+  std::int64_t stride;
+  Along along;
+
+  [[nodiscard]] const float* at(std::int64_t r, std::int64_t k) const {
+    return data + (along == Along::depth ? r * stride + k : r + k * stride);
+  }
 };
 
 // Column panel p (micro_cols columns) begins at data + p * panel; its row k at + k * row.
@@ -45,64 +58,64 @@ struct OperandB {
   std::int64_t row, panel;
 };
 
-template <Into into, int rows, int vectors>
-HWY_NOINLINE void microkernel(const float* HWY_RESTRICT a, std::int64_t a_row, std::int64_t a_depth,
-                              const float* HWY_RESTRICT b, std::int64_t b_row, float* HWY_RESTRICT c,
-                              std::int64_t c_row, std::int64_t depth, const float* HWY_RESTRICT scale) {
+template <Into into, Along along, int rows, int vectors>
+HWY_NOINLINE void microkernel(const float* HWY_RESTRICT a, std::int64_t a_stride, const float* HWY_RESTRICT b,
+                              std::int64_t b_row, float* HWY_RESTRICT c, std::int64_t c_row,
+                              std::int64_t depth, const float* HWY_RESTRICT scale) {
+  // c is added at the end and called for now: it comes from further away than a and b.
   Vec acc[rows][vectors];
-  HWY_UNROLL(16)
+  HWY_UNROLL(8)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(8)
     for (int v = 0; v < vectors; ++v) {
-      if constexpr (into == Into::overwrite) {
-        acc[r][v] = hn::Zero(FloatTag());
-      } else if constexpr (into == Into::add) {
-        acc[r][v] = load(c + r * c_row + v * lanes);
-      } else {
-        acc[r][v] = hn::Mul(load(c + r * c_row + v * lanes), set(scale[r]));
-      }
+      acc[r][v] = hn::Zero(FloatTag());
+      if (into != Into::overwrite && v * lanes % line<float> == 0) hwy::Prefetch(c + r * c_row + v * lanes);
     }
   }
-  // Four rows to a pointer: what their addresses differ by then fits into the instructions.
-  constexpr int groups = (rows + 3) / 4;
-  const float* group[groups];
-  HWY_UNROLL(16)
-  for (int g = 0; g < groups; ++g) group[g] = a + 4 * g * a_row;
+  const float* row[rows];  // of a: a pointer each, and one offset for all
+  HWY_UNROLL(8)
+  for (int r = 0; r < rows; ++r) row[r] = a + r * (along == Along::depth ? a_stride : 1);
+  std::int64_t offset = 0;
   for (std::int64_t k = 0; k < depth; ++k) {
     Vec bk[vectors];
     HWY_UNROLL(8)
     for (int v = 0; v < vectors; ++v) bk[v] = load(b + v * lanes);
-    HWY_UNROLL(16)
+    HWY_UNROLL(8)
     for (int r = 0; r < rows; ++r) {
-      const Vec ark = set(group[r / 4][r % 4 * a_row]);
+      const Vec ark = set(row[r][offset]);
       HWY_UNROLL(8)
       for (int v = 0; v < vectors; ++v) acc[r][v] = hn::MulAdd(ark, bk[v], acc[r][v]);
     }
-    HWY_UNROLL(16)
-    for (int g = 0; g < groups; ++g) group[g] += a_depth;
+    offset += along == Along::depth ? 1 : a_stride;
     b += b_row;
   }
-  HWY_UNROLL(16)
+  HWY_UNROLL(8)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(8)
-    for (int v = 0; v < vectors; ++v) store(acc[r][v], c + r * c_row + v * lanes);
+    for (int v = 0; v < vectors; ++v) {
+      float* to = c + r * c_row + v * lanes;
+      if constexpr (into == Into::add) acc[r][v] = hn::Add(acc[r][v], load(to));
+      if constexpr (into == Into::scaled_add) acc[r][v] = hn::MulAdd(load(to), set(scale[r]), acc[r][v]);
+      store(acc[r][v], to);
+    }
   }
 }
 
-using Microkernel = void (*)(const float*, std::int64_t, std::int64_t, const float*, std::int64_t, float*,
-                             std::int64_t, std::int64_t, const float*);
+using Microkernel = void (*)(const float*, std::int64_t, const float*, std::int64_t, float*, std::int64_t,
+                             std::int64_t, const float*);
 
 // The microkernels of every size up to the full one, at [(rows - 1) * micro_vectors + vectors - 1].
-template <Into into, std::size_t... i>
+template <Into into, Along along, std::size_t... i>
 constexpr std::array<Microkernel, sizeof...(i)> microkernels_of(std::index_sequence<i...>) {
-  return {&microkernel<into, static_cast<int>(i) / micro_vectors + 1,
+  return {&microkernel<into, along, static_cast<int>(i) / micro_vectors + 1,
                        static_cast<int>(i) % micro_vectors + 1>...};
 }
-template <Into into>
-constexpr auto microkernels = microkernels_of<into>(std::make_index_sequence<micro_rows * micro_vectors>());
+template <Into into, Along along>
+constexpr auto microkernels =
+    microkernels_of<into, along>(std::make_index_sequence<micro_rows * micro_vectors>());
 
 // One stretch of the depth.
-template <Into into>
+template <Into into, Along along>
 HWY_INLINE void multiply_stretch(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
                                  OperandB b, float* c, std::int64_t c_row, const float* scale) {
   for (std::int64_t col = 0; col < cols; col += micro_cols) {
@@ -111,8 +124,8 @@ HWY_INLINE void multiply_stretch(std::int64_t rows, std::int64_t cols, std::int6
     for (std::int64_t r = 0; r < rows; r += micro_rows) {
       const std::int64_t count = std::min<std::int64_t>(rows - r, micro_rows);
       const Microkernel kernel =
-          microkernels<into>[static_cast<std::size_t>((count - 1) * micro_vectors + vectors - 1)];
-      kernel(a.data + r * a.row, a.row, a.depth, panel, b.row, c + r * c_row + col, c_row, depth,
+          microkernels<into, along>[static_cast<std::size_t>((count - 1) * micro_vectors + vectors - 1)];
+      kernel(a.at(r, 0), a.stride, panel, b.row, c + r * c_row + col, c_row, depth,
              scale == nullptr ? nullptr : scale + r);
     }
   }
@@ -123,14 +136,51 @@ HWY_INLINE void multiply_stretch(std::int64_t rows, std::int64_t cols, std::int6
 template <Into into>
 HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
                                OperandB b, float* c, std::int64_t c_row, const float* scale = nullptr) {
-  constexpr std::int64_t stretch = 16384 / (micro_cols * static_cast<std::int64_t>(sizeof(float)));
-  multiply_stretch<into>(rows, cols, std::min(depth, stretch), a, b, c, c_row, scale);
-  for (std::int64_t k = stretch; k < depth; k += stretch) {
-    multiply_stretch<Into::add>(rows, cols, std::min(depth - k, stretch),
-                                {a.data + k * a.depth, a.row, a.depth}, {b.data + k * b.row, b.row, b.panel},
-                                c, c_row, nullptr);
+  constexpr std::int64_t stretch = panel_bytes / (micro_cols * static_cast<std::int64_t>(sizeof(float)));
+  for (std::int64_t k = 0; k < depth; k += stretch) {
+    const std::int64_t some = std::min(depth - k, stretch);
+    const OperandA ak{a.at(0, k), a.stride, a.along};
+    const OperandB bk{b.data + k * b.row, b.row, b.panel};
+    if constexpr (into == Into::add) {  // the one that is used with both
+      if (a.along == Along::rows) {
+        multiply_stretch<Into::add, Along::rows>(rows, cols, some, ak, bk, c, c_row, nullptr);
+        continue;
+      }
+    }
+    if (k == 0) {
+      multiply_stretch<into, Along::depth>(rows, cols, some, ak, bk, c, c_row, scale);
+    } else {
+      multiply_stretch<Into::add, Along::depth>(rows, cols, some, ak, bk, c, c_row, nullptr);
+    }
   }
 }
+
+// A product in steps: one step here, since there is no second unit to run beside.
+constexpr bool overlaps = false;
+
+template <Into into>
+class Product {
+ public:
+  static constexpr std::int64_t max_rows = 1024;
+
+  Product() = default;
+  Product(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a, OperandB b, float* c,
+          std::int64_t c_row, const float* scale = nullptr)
+      : rows_(rows), cols_(cols), depth_(depth), a_(a), b_(b), c_(c), c_row_(c_row), scale_(scale) {}
+  [[nodiscard]] std::int64_t steps() const { return rows_ > 0 ? 1 : 0; }
+  HWY_INLINE void step() {
+    multiply_tiles<into>(rows_, cols_, depth_, a_, b_, c_, c_row_, scale_);
+    rows_ = 0;
+  }
+
+ private:
+  std::int64_t rows_ = 0, cols_ = 0, depth_ = 0;
+  OperandA a_{};
+  OperandB b_{};
+  float* c_ = nullptr;
+  std::int64_t c_row_ = 0;
+  const float* scale_ = nullptr;
+};
 
 // --- Operands ----------------------------------------------------------------------------------------------
 
@@ -165,11 +215,11 @@ HWY_INLINE Rows rows_for_b(const View& view, std::int64_t b, std::int64_t s, std
 }
 
 // A, as it lies in a row-major tile.
-HWY_INLINE OperandA a_rows(const Element* tile, std::int64_t ld) { return {tile, ld, 1}; }
+HWY_INLINE OperandA a_rows(const Element* tile, std::int64_t ld) { return {tile, ld, Along::depth}; }
 // A, the transpose of a row-major tile (rows x cols).
 HWY_INLINE OperandA a_transposed(const Element* tile, std::int64_t ld, std::int64_t /*rows*/,
                                  std::int64_t /*cols*/, Element* /*scratch*/) {
-  return {tile, 1, ld};
+  return {tile, ld, Along::rows};
 }
 constexpr std::int64_t a_transposed_size(std::int64_t /*rows*/, std::int64_t /*cols*/) { return 0; }
 
@@ -210,8 +260,11 @@ constexpr std::int64_t b_transposed_size(std::int64_t depth, std::int64_t cols) 
 // row stride.
 HWY_INLINE Element* elements_in(float* tile) { return tile; }
 constexpr std::int64_t element_stride(std::int64_t tile_ld) { return tile_ld; }
-// Stores one vector of a tile's elements.
-HWY_INLINE void store_element(Vec x, Element* to) { store(x, to); }
+// Stores two vectors of a row, columns c .. and c + pair_distance .. of those that begin at `to`.
+HWY_INLINE void store_pair(Vec x, Vec y, Element* to, std::int64_t c) {
+  store(x, to + c);
+  store(y, to + c + pair_distance);
+}
 
 }  // namespace tessera::cpu::TESSERA_CPU_KERNEL
 HWY_AFTER_NAMESPACE();

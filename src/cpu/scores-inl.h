@@ -27,7 +27,7 @@ struct Scoring {
         capped(p.softcap > 0.0),
         cap_in(capped ? static_cast<float>(p.softmax_scale / p.softcap) : 0.0f),
         cap_out(static_cast<float>(p.softcap * 1.4426950408889634)),
-        slope(p.alibi_slope(batch_index, head) * log2e),
+        slope(canonical(p.alibi_slope(batch_index, head) * log2e)),
         diagonal(sequence.seqlen_k - sequence.seqlen_q),
         biased(p.bias.given()) {}
 
@@ -49,36 +49,71 @@ HWY_INLINE Range columns_of(const Mask& mask, Range block, Range tile) {
           round_up(std::min(seen.end, block.end) - block.begin, col_unit)};
 }
 
+// Columns that are handled together: a pair of vectors, or of halves of a cell.
+constexpr std::int64_t group_cols = 2 * pair_distance;
+static_assert(col_align % group_cols == 0);
+
 // A piece of one row: columns cols of a tile whose column 0 is key `key`, and those of them that the row
 // sees.
 struct RowPiece {
   std::int64_t row;  // query index in its sequence
   std::int64_t key;
   Range cols, visible;
+  Range live;  // visible in whole groups: what is computed. Elsewhere p and ds are 0.
 
   RowPiece(std::int64_t row_, std::int64_t key_, Range cols_, Range visible_keys)
       : row(row_),
         key(key_),
         cols(cols_),
         visible{std::max<long long>(visible_keys.begin - key_, cols_.begin),
-                std::min<long long>(visible_keys.end - key_, cols_.end)} {}
-  [[nodiscard]] bool masked() const { return visible.begin > cols.begin || visible.end < cols.end; }
+                std::min<long long>(visible_keys.end - key_, cols_.end)},
+        live{cols_.begin, cols_.begin} {
+    if (visible.empty()) return;
+    live = {visible.begin / group_cols * group_cols,
+            std::min<long long>(round_up(visible.end, group_cols), cols_.end)};
+  }
 };
+
+// inner(begin, end) for the columns that the row sees whole groups of, edge(begin, end) for each other group,
+// in ascending order.
+template <class Edge, class Inner>
+HWY_INLINE void over_columns(const RowPiece& piece, const Edge& edge, const Inner& inner) {
+  std::int64_t begin = piece.live.begin, end = piece.live.end;
+  if (begin < piece.visible.begin) {
+    const std::int64_t first_end = std::min(begin + group_cols, end);
+    edge(begin, first_end);
+    begin = first_end;
+  }
+  const bool cut = begin < end && piece.visible.end < end;
+  const std::int64_t last = cut ? (end - 1) / group_cols * group_cols : end;
+  if (begin < last) inner(begin, last);
+  if (cut) edge(last, end);
+}
+
+// Zeros in the columns of p or ds that the row does not see: when all else of the row is done, since they may
+// lie where scores did.
+template <class T>
+HWY_INLINE void zero_rest(const RowPiece& piece, T* to) {
+  zero_row(to + piece.cols.begin, piece.live.begin - piece.cols.begin);
+  zero_row(to + piece.live.end, piece.cols.end - piece.live.end);
+}
 
 // In units of log2 e. A finite bias stays finite: the lowest float is a customary mask.
 HWY_INLINE Vec bias_score(Vec x) {
   const Vec lowest = set(std::numeric_limits<float>::lowest()),
             highest = set(std::numeric_limits<float>::max());
-  return hn::IfThenElse(hn::IsInf(x), x, hn::Min(highest, hn::Max(lowest, hn::Mul(x, set(log2e)))));
+  const Vec score =
+      hn::IfThenElse(hn::IsInf(x), x, hn::Min(highest, hn::Max(lowest, hn::Mul(x, set(log2e)))));
+  return hn::IfThenElse(hn::IsNaN(x), set(not_a_number), score);
 }
 HWY_INLINE float bias_score(float x) { return hn::GetLane(bias_score(set(x))); }
 
-// Bias of the piece's visible columns, in units of log2 e, zeros in the others: columns out of sight may lie
-// outside the tensor.
+// Bias of the piece's visible columns, in units of log2 e, zeros in the others of its groups: columns out of
+// sight may lie outside the tensor.
 HWY_INLINE void load_bias(const Scoring& scoring, const RowPiece& piece, float* to) {
   const BiasView& bias = scoring.problem.bias;
-  std::fill(to + piece.cols.begin, to + piece.cols.end, 0.0f);
-  if (piece.visible.empty()) return;
+  if (piece.live.empty()) return;
+  std::fill(to + piece.live.begin, to + piece.live.end, 0.0f);
   with_type(bias.dtype, [&](auto* type) HWY_ATTR {
     const auto* from =
         static_cast<decltype(type)>(bias.data) + bias.offset(scoring.b, scoring.h, piece.row, piece.key);
@@ -129,41 +164,44 @@ HWY_INLINE Vec score(const Scoring& scoring, const RowPiece& piece, Vec x, std::
 }
 
 // Turns q·k into scores, in place, and returns the largest. raw leaves out the scale.
-template <bool raw, bool masked>
+template <bool raw>
 HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x, const float* bias) {
   Vec largest[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
   const auto step = [&](std::int64_t c, Vec& max) HWY_ATTR {
     Vec y = load(x + c);
     if constexpr (!raw) {
       Vec unused;
-      y = score<masked>(scoring, piece, y, c, bias, unused);
-    } else if constexpr (masked) {
-      y = hide(piece, y, c);
+      y = score<false>(scoring, piece, y, c, bias, unused);
+      store(y, x + c);
     }
-    if constexpr (!raw || masked) store(y, x + c);
     max = hn::Max(max, y);
   };
-  std::int64_t c = piece.cols.begin;
-  for (; c + 4 * lanes <= piece.cols.end; c += 4 * lanes) {
-    step(c, largest[0]);
-    step(c + lanes, largest[1]);
-    step(c + 2 * lanes, largest[2]);
-    step(c + 3 * lanes, largest[3]);
-  }
-  for (; c < piece.cols.end; c += lanes) step(c, largest[0]);
+  const auto edge = [&](std::int64_t c, std::int64_t end) HWY_ATTR {
+    for (; c < end; c += lanes) {
+      Vec y = load(x + c), unused;
+      y = raw ? hide(piece, y, c) : score<true>(scoring, piece, y, c, bias, unused);
+      store(y, x + c);
+      largest[0] = hn::Max(largest[0], y);
+    }
+  };
+  const auto inner = [&](std::int64_t c, std::int64_t end) HWY_ATTR {
+    for (; c + 4 * lanes <= end; c += 4 * lanes) {
+      step(c, largest[0]);
+      step(c + lanes, largest[1]);
+      step(c + 2 * lanes, largest[2]);
+      step(c + 3 * lanes, largest[3]);
+    }
+    for (; c < end; c += lanes) step(c, largest[0]);
+  };
+  over_columns(piece, edge, inner);
   return max_of(hn::Max(hn::Max(largest[0], largest[1]), hn::Max(largest[2], largest[3])));
 }
 
 HWY_INLINE float score_row(const Scoring& scoring, const RowPiece& piece, float* x,
                            const RowScratch& scratch) {
   if (scoring.biased) load_bias(scoring, piece, scratch.bias);
-  const bool raw = scoring.raw(), masked = piece.masked();
-  if (raw) {
-    return masked ? score_row<true, true>(scoring, piece, x, scratch.bias)
-                  : score_row<true, false>(scoring, piece, x, scratch.bias);
-  }
-  return masked ? score_row<false, true>(scoring, piece, x, scratch.bias)
-                : score_row<false, false>(scoring, piece, x, scratch.bias);
+  return scoring.raw() ? score_row<true>(scoring, piece, x, scratch.bias)
+                       : score_row<false>(scoring, piece, x, scratch.bias);
 }
 
 }  // namespace tessera::cpu::TESSERA_CPU_KERNEL

@@ -7,6 +7,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "core/half.h"
 #include "core/philox.h"
@@ -30,6 +33,7 @@ constexpr std::int64_t lanes = HWY_LANES(float);
 constexpr std::int64_t col_align = 64;
 static_assert(col_align % (4 * lanes) == 0);
 constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 constexpr float log2e = 1.4426950408889634f;
 constexpr float ln2 = 0.6931471805599453f;
 
@@ -40,14 +44,57 @@ constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T));
 
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
 
+// While one lives, numbers below 2^-126 count as 0 in this thread. Nothing here needs them, and x86 takes
+// more than a hundred cycles for an operation that makes or meets one: exponentials under ALiBi do in every
+// row.
+class NoDenormals {
+ public:
+#if HWY_ARCH_X86
+  NoDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | flush_to_zero | denormals_are_zero); }
+  ~NoDenormals() { _mm_setcsr(before_); }
+#else
+  NoDenormals() = default;
+#endif
+  NoDenormals(const NoDenormals&) = delete;
+  NoDenormals& operator=(const NoDenormals&) = delete;
+
+#if HWY_ARCH_X86
+ private:
+  static constexpr unsigned flush_to_zero = 0x8000, denormals_are_zero = 0x0040;
+  unsigned before_;
+#endif
+};
+
+// One NaN for all: what is stored as bfloat16 may lose others (store_pair). bfloat16 inputs have none such.
+HWY_INLINE float canonical(float x) { return x == x ? x : not_a_number; }
+
 HWY_INLINE Vec set(float x) { return hn::Set(FloatTag(), x); }
 HWY_INLINE Vec load(const float* p) { return hn::LoadU(FloatTag(), p); }
 HWY_INLINE void store(Vec x, float* p) { hn::StoreU(x, FloatTag(), p); }
 
-// 2^x for x <= 127; 0 below -126.5 (so 2^-inf is exactly 0), NaN for NaN. Degree 6 is within 1 ulp,
-// degree 4 within 3e-6.
+// A polynomial in r, the highest coefficient first.
+template <class... Rest>
+HWY_INLINE Vec polynomial(Vec r, float first, Rest... rest) {
+  Vec p = set(first);
+  ((p = hn::MulAdd(p, r, set(rest))), ...);
+  return p;
+}
+
+// 2^x for x <= 127; exactly 0 for -inf, 0 or next to it below -126, NaN for NaN. Degree 6 is within 1 ulp,
+// degree 4 within 3e-6: minimax of the relative error over the interval of r.
 template <int degree = 6>
 HWY_INLINE Vec exp2(Vec x) {
+  static_assert(degree == 4 || degree == 6);
+#if HWY_CAP_GE512
+  // x less its floor, and p times 2 to the floor of x: an instruction each, which know -inf and NaN.
+  const Vec r{_mm512_reduce_ps(x.raw, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  const Vec p = degree == 6
+                    ? polynomial(r, 2.1702254889532924e-4f, 1.243968727067113e-3f, 9.678840637207031e-3f,
+                                 5.5483341217041016e-2f, 2.4022983014583588e-1f, 6.931470036506653e-1f, 1.0f)
+                    : polynomial(r, 1.3534167781472206e-2f, 5.2011460065841675e-2f, 2.414427548646927e-1f,
+                                 6.930038332939148e-1f, 1.0000026226043701f);
+  return Vec{_mm512_scalef_ps(p.raw, x.raw)};
+#else
   // The second operand of Max is what x86 returns when one of them is NaN.
   const Vec bounded = hn::Max(set(-127.0f), x);
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; the 127 makes it a float's
@@ -55,25 +102,14 @@ HWY_INLINE Vec exp2(Vec x) {
   const Vec magic = set(12582912.0f + 127.0f);
   const Vec shifted = hn::Add(bounded, magic);
   const Vec r = hn::Sub(bounded, hn::Sub(shifted, magic));
-  Vec p;  // minimax on [-1/2, 1/2], of the relative error
-  if constexpr (degree == 6) {
-    p = set(1.534581242594868e-4f);
-    p = hn::MulAdd(p, r, set(1.3399930903688073e-3f));
-    p = hn::MulAdd(p, r, set(9.618489071726799e-3f));
-    p = hn::MulAdd(p, r, set(5.550328642129898e-2f));
-    p = hn::MulAdd(p, r, set(2.4022646248340607e-1f));
-    p = hn::MulAdd(p, r, set(6.931471824645996e-1f));
-    p = hn::MulAdd(p, r, set(1.0f));
-  } else {
-    static_assert(degree == 4);
-    p = set(9.570102207362652e-3f);
-    p = hn::MulAdd(p, r, set(5.591785907745361e-2f));
-    p = hn::MulAdd(p, r, set(2.40247443318367e-1f));
-    p = hn::MulAdd(p, r, set(6.931217908859253e-1f));
-    p = hn::MulAdd(p, r, set(9.999992847442627e-1f));
-  }
+  const Vec p = degree == 6
+                    ? polynomial(r, 1.534581242594868e-4f, 1.3399930903688073e-3f, 9.618489071726799e-3f,
+                                 5.550328642129898e-2f, 2.4022646248340607e-1f, 6.931471824645996e-1f, 1.0f)
+                    : polynomial(r, 9.570102207362652e-3f, 5.591785907745361e-2f, 2.40247443318367e-1f,
+                                 6.931217908859253e-1f, 9.999992847442627e-1f);
   // A product, not a sum of bits: p keeps a NaN.
   return hn::Mul(p, hn::BitCast(FloatTag(), hn::ShiftLeft<23>(hn::BitCast(IntTag(), shifted))));
+#endif
 }
 
 HWY_INLINE Vec tanh(Vec x) {

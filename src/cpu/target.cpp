@@ -37,7 +37,7 @@ Plan plan(const Problem& problem) {
     return {forward_tiles.tile_m, forward_tiles.block_n, threads, bytes + alignment};
   }
   const std::size_t bytes = BackwardLayout(problem, threads, nullptr).bytes;
-  return {backward_tiles.tile_m, backward_tiles.block_n, threads, bytes + alignment};
+  return {backward_tile_m(problem), backward_tiles.block_n, threads, bytes + alignment};
 }
 
 Status run(const Problem& problem, const Plan& plan, void* workspace) {

@@ -24,9 +24,9 @@ struct Tiles {
 // clang-format off
 //                                        forward                       backward
 //                                        tile_m  block_n  task_bytes   tile_m  block_n
-inline constexpr Tiles amx_tiles         {{16,     256,     768 << 10},  {96,     256}};
+inline constexpr Tiles amx_tiles         {{16,     256,     512 << 10},  {96,     256}};
 inline constexpr Tiles amx_emulated_tiles = amx_tiles;
-inline constexpr Tiles avx512_tiles      {{48,     128,     512 << 10},  {96,     192}};
+inline constexpr Tiles avx512_tiles      {{48,     128,     512 << 10},  {96,     128}};
 inline constexpr Tiles avx2_tiles        {{48,     128,     256 << 10},  {96,     128}};
 inline constexpr Tiles baseline_tiles    {{48,      64,     128 << 10},  {48,      64}};
 // clang-format on

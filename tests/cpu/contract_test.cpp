@@ -3,6 +3,9 @@
 #include <cmath>
 #include <cstring>
 #include <thread>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "core/philox.h"
 #include "cpu/kernel_test.h"
@@ -352,6 +355,35 @@ TEST_P(Contract, AnyNaNStaysNaN) {
       EXPECT_TRUE(std::isnan(tensors.lse.get(i))) << std::hex << bits;
   }
 }
+
+// The same in backward, where p and ds may be rounded to bfloat16 on their way.
+TEST_P(Contract, AnyNaNReachesTheGradients) {
+  const std::uint32_t bits = 0xFFFFFFFFu;
+  const auto expect_nan = [](const Buffer& buffer, const std::string& what) {
+    for (std::int64_t i = 0; i < buffer.size(); ++i)
+      EXPECT_TRUE(std::isnan(buffer.get(i))) << what << ' ' << i;
+  };
+  for (const std::string option : {"dlse=1", "alibi=1", "bias=bhqk bias_dtype=float32"}) {
+    Tensors tensors(forced(parsed("seqlen_q=1 seqlen_k=5 head_dim=4 head_dim_v=4 " + option)));
+    Buffer& poisoned = option == "dlse=1"    ? tensors.dlse
+                       : option == "alibi=1" ? tensors.alibi_slopes
+                                             : tensors.bias;
+    std::memcpy(poisoned.tensor().data, &bits, sizeof(bits));
+    (void)run_both(tensors);
+    expect_nan(tensors.dq, option + ", dq");
+    expect_nan(tensors.dk, option + ", dk");
+  }
+}
+
+#if defined(__x86_64__)
+// A kernel flushes denormals for its own use only.
+TEST_P(Contract, LeavesTheFloatingPointModeAlone) {
+  const unsigned before = _mm_getcsr() & ~0x3Fu;  // without the sticky flags
+  Tensors tensors(forced(parsed("seqlen_q=65 seqlen_k=130 head_dim=16 head_dim_v=16")));
+  (void)run_both(tensors);
+  EXPECT_EQ(_mm_getcsr() & ~0x3Fu, before);
+}
+#endif
 
 // Nothing depends on a row that sees no key: not even on a NaN in its dlse, which autograd makes of lse =
 // -inf.
