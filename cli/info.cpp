@@ -5,6 +5,7 @@
 #include "cli/machine.h"
 #include "cli/simd_level.h"
 #include "cli/table.h"
+#include "core/threads.h"
 #include "tessera/tessera.h"
 #include "tessera/tessera.hpp"
 
@@ -41,7 +42,7 @@ nlohmann::json collect() {
           {"devices",
            {{{"kind", "cpu"},
              {"model", cpu_model()},
-             {"cores", available_cores()},
+             {"cores", usable_cores()},
              {"simd", name_of(simd_level())},
              {"memory_available", available_memory()}}}},
           {"kernels", list}};

@@ -1,7 +1,5 @@
 #include "cli/machine.h"
 
-#include <sched.h>
-
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +10,7 @@
 #include <sstream>
 #include <system_error>
 
+#include "core/threads.h"
 #include "tessera/tessera.hpp"
 
 namespace tessera::cli {
@@ -65,19 +64,7 @@ std::string cpu_model() {
   return model.empty() ? "unknown" : model;
 }
 
-int available_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return CPU_COUNT(&set);
-}
-
-int resolve_threads(int threads) {
-  if (threads > 0) return threads;
-  const char* text = std::getenv("TESSERA_NUM_THREADS");
-  const int asked = text == nullptr ? 0 : std::atoi(text);  // NOLINT(cert-err34-c): 0 is "not a number", too
-  return asked > 0 ? asked : available_cores();
-}
+int resolve_threads(int threads) { return threads > 0 ? threads : default_threads().or_throw(); }
 
 std::int64_t available_memory() {
   std::istringstream text(value_of("/proc/meminfo", "MemAvailable"));

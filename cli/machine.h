@@ -8,7 +8,6 @@
 namespace tessera::cli {
 
 [[nodiscard]] std::string cpu_model();
-[[nodiscard]] int available_cores();                // those this process may use
 [[nodiscard]] int resolve_threads(int threads);     // 0: TESSERA_NUM_THREADS, else every core
 [[nodiscard]] std::int64_t available_memory();      // bytes; 0 where unknown
 [[nodiscard]] nlohmann::json machine(int threads);  // cpu, threads, version, commit, date

@@ -117,6 +117,8 @@ struct Footprint {
   std::uintptr_t begin = 0, end = 0;
   bool dense = false;
 
+  Footprint(const void* data, std::size_t bytes)
+      : begin(reinterpret_cast<std::uintptr_t>(data)), end(begin + bytes), dense(true) {}
   explicit Footprint(const Tensor& tensor) : begin(reinterpret_cast<std::uintptr_t>(tensor.data)) {
     const std::int64_t bytes = bytes_spanned(tensor).value_or(0);
     end = begin + static_cast<std::uintptr_t>(bytes);

@@ -85,7 +85,7 @@ struct Problem {
   Dropout dropout;
 
   bool deterministic = false;
-  int num_threads = 0;  // as asked: 0 means the backend's default
+  int num_threads = 1;
 
   [[nodiscard]] Sequence sequence(std::int64_t b) const;
   [[nodiscard]] Mask mask(const Sequence& sequence) const;

@@ -1,6 +1,6 @@
 // Validation. A message reads "argument: what it was, expected what", and the first fault found is reported.
 //
-// The tensors of a call stand in one table (arguments()), and what holds for every tensor of its kind is
+// The tensors of a call stand in one table (core/arguments.h), and what holds for every tensor of its kind is
 // checked along it: presence, device, dtype, rank, strides, pointer. Only then do the checks that relate
 // arguments to each other run, and those that read cu_seqlens and seqused.
 //
@@ -15,8 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include "core/arguments.h"
 #include "core/layout.h"
 #include "core/problem.h"
+#include "core/threads.h"
 
 namespace tessera {
 namespace {
@@ -24,81 +26,8 @@ namespace {
 constexpr std::int64_t max_head_dim = 256;
 constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t max_heads_of_batch =
-    (std::int64_t{1} << 32) - 1;  // dropout's counter has 32 bits for it
-constexpr int max_threads = 4096;
-
-enum class Role : std::uint8_t { input, output };
-enum class Types : std::uint8_t { floating, as_q, as_q_or_float32, float32, int32 };
-enum class Last : std::uint8_t { contiguous, strided };  // the stride of the last dimension
-enum class Need : std::uint8_t { required, optional };
-
-struct Argument {
-  const char* name;
-  const Tensor* tensor;
-  Role role;
-  Need need;
-  Types types;
-  Last last;
-  int min_rank, max_rank;
-};
-
-bool is_packed(const Options& options) {
-  return options.cu_seqlens_q.given() || options.cu_seqlens_k.given();
-}
-
-// clang-format off
-void add_options(std::vector<Argument>& table, const Options& x) {
-  const auto add = [&](const char* name, const Tensor& tensor, Types types, Last last, int min_rank, int max_rank) {
-    table.push_back({name, &tensor, Role::input, Need::optional, types, last, min_rank, max_rank});
-  };
-  add("alibi_slopes", x.alibi_slopes, Types::float32,         Last::strided,    1, 2);
-  add("bias",         x.bias,         Types::as_q_or_float32, Last::strided,    1, 4);
-  add("sinks",        x.sinks,        Types::as_q_or_float32, Last::strided,    1, 1);
-  add("cu_seqlens_q", x.cu_seqlens_q, Types::int32,           Last::contiguous, 1, 1);
-  add("cu_seqlens_k", x.cu_seqlens_k, Types::int32,           Last::contiguous, 1, 1);
-  add("seqused_q",    x.seqused_q,    Types::int32,           Last::contiguous, 1, 1);
-  add("seqused_k",    x.seqused_k,    Types::int32,           Last::contiguous, 1, 1);
-}
-
-std::vector<Argument> arguments(const Forward& x) {
-  const int tokens = is_packed(x.options) ? 3 : 4;  // rank of q, k, v, o
-  const int scalars = tokens - 1;                   // rank of lse
-  using enum Role;
-  using enum Need;
-  std::vector<Argument> table = {
-      {"q",   &x.q,   input,  required, Types::floating,        Last::contiguous, tokens,  tokens},
-      {"k",   &x.k,   input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
-      {"v",   &x.v,   input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
-      {"o",   &x.o,   output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
-      {"lse", &x.lse, output, optional, Types::float32,         Last::strided,    scalars, scalars},
-  };
-  add_options(table, x.options);
-  return table;
-}
-
-std::vector<Argument> arguments(const Backward& x) {
-  const int tokens = is_packed(x.options) ? 3 : 4;
-  const int scalars = tokens - 1;
-  using enum Role;
-  using enum Need;
-  std::vector<Argument> table = {
-      {"q",      &x.q,      input,  required, Types::floating,        Last::contiguous, tokens,  tokens},
-      {"k",      &x.k,      input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
-      {"v",      &x.v,      input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
-      {"o",      &x.o,      input,  required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
-      {"lse",    &x.lse,    input,  required, Types::float32,         Last::strided,    scalars, scalars},
-      {"dout",   &x.dout,   input,  required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
-      {"dlse",   &x.dlse,   input,  optional, Types::float32,         Last::strided,    scalars, scalars},
-      {"dq",     &x.dq,     output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
-      {"dk",     &x.dk,     output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
-      {"dv",     &x.dv,     output, required, Types::as_q_or_float32, Last::contiguous, tokens,  tokens},
-      {"dbias",  &x.dbias,  output, optional, Types::as_q_or_float32, Last::strided,    1,       4},
-      {"dsinks", &x.dsinks, output, optional, Types::as_q_or_float32, Last::strided,    1,       1},
-  };
-  add_options(table, x.options);
-  return table;
-}
-// clang-format on
+    (std::int64_t{1} << 32) - 1;                                   // dropout's counter has 32 bits for it
+constexpr std::int64_t max_rows_of_heads = std::int64_t{1} << 46;  // their bytes, in any form, fit 63 bits
 
 std::string number_text(double value) {
   std::array<char, 32> text{};
@@ -143,7 +72,7 @@ class Validator {
            row_shape("lse", lse) && alibi() && bias() && sinks() && views(q, k, v, o, lse);
   }
   bool gradients(const Backward& call);
-  bool aliases();
+  bool aliases(const Workspace& workspace);
 
  private:
   bool fail(const std::string& argument, const std::string& was, const std::string& expected) {
@@ -160,6 +89,7 @@ class Validator {
   bool pointer(const Argument& argument);
 
   bool scalars();
+  bool threads();
   bool window(const char* name, const std::optional<std::int64_t>& given, std::int64_t& out);
 
   bool sizes(const Tensor& q, const Tensor& k, const Tensor& v);
@@ -335,11 +265,23 @@ bool Validator::scalars() {
   problem.dropout = Dropout::make(p, options_.seed, options_.offset);
   problem.alignment = options_.alignment;
   problem.deterministic = options_.deterministic;
-  problem.num_threads = options_.num_threads;
+  if (!threads()) return false;
   if (!window("window_left", options_.window_left, problem.window_left)) return false;
   if (!window("window_right", options_.window_right, problem.window_right)) return false;
   if (options_.causal) problem.window_right = 0;
   return true;
+}
+
+bool Validator::threads() {
+  problem.num_threads = options_.num_threads;
+  if (problem.num_threads > 0) return true;
+  const Result<int> found = default_threads();
+  if (found.ok()) {
+    problem.num_threads = found.value();
+  } else {
+    status = found.status();
+  }
+  return found.ok();
 }
 
 bool Validator::window(const char* name, const std::optional<std::int64_t>& given, std::int64_t& out) {
@@ -389,6 +331,13 @@ bool Validator::sizes(const Tensor& q, const Tensor& k, const Tensor& v) {
   if (problem.batch > max_heads_of_batch / problem.num_heads_q) {
     return fail("q", shape_text(q), "batch (" + std::to_string(problem.batch) + ") * num_heads_q below 2^32");
   }
+  const auto few_rows = [&](const char* name, const Tensor& tensor) {
+    const double all = static_cast<double>(packed ? 1 : problem.batch) *
+                       static_cast<double>(tensor.shape[rows]) * static_cast<double>(tensor.shape[heads]);
+    return all <= static_cast<double>(max_rows_of_heads) ||
+           fail(name, shape_text(tensor), "at most 2^46 rows in all heads");
+  };
+  if (!few_rows("q", q)) return false;
   if (!options_.softmax_scale) problem.softmax_scale = 1.0 / std::sqrt(static_cast<double>(problem.head_dim));
 
   if (!shape("k", k, tokens(rows_k, "num_heads_k", problem.head_dim))) return false;
@@ -398,6 +347,7 @@ bool Validator::sizes(const Tensor& q, const Tensor& k, const Tensor& v) {
   if (problem.num_heads_k < 1 || problem.num_heads_q % problem.num_heads_k != 0) {
     return fail("k", shape_text(k), "num_heads to divide q's " + std::to_string(problem.num_heads_q));
   }
+  if (!few_rows("k", k)) return false;
   problem.group_size = problem.num_heads_q / problem.num_heads_k;
 
   if (!shape("v", v, tokens(problem.rows_k, problem.num_heads_k, "head_dim_v"))) return false;
@@ -591,14 +541,20 @@ bool Validator::gradients(const Backward& call) {
   return true;
 }
 
-bool Validator::aliases() {
-  for (const Argument& output : table_) {
-    if (output.role != Role::output || output.tensor->data == nullptr || !output.tensor->given()) continue;
-    const Footprint mine(*output.tensor);
+bool Validator::aliases(const Workspace& workspace) {
+  const auto has_memory = [](const Argument& x) { return x.tensor->given() && x.tensor->data != nullptr; };
+  const Footprint scratch(workspace.data, workspace.bytes);
+  for (const Argument& argument : table_) {
+    if (!has_memory(argument)) continue;
+    const Footprint mine(*argument.tensor);
+    if (overlap(scratch, mine)) {
+      return fail("workspace", std::string("shares memory with ") + argument.name, "memory of its own");
+    }
+    if (argument.role != Role::output) continue;
     for (const Argument& other : table_) {
-      if (&other == &output || other.tensor->data == nullptr || !other.tensor->given()) continue;
+      if (&other == &argument || !has_memory(other)) continue;
       if (overlap(mine, Footprint(*other.tensor))) {
-        return fail(output.name, std::string("shares memory with ") + other.name, "memory of its own");
+        return fail(argument.name, std::string("shares memory with ") + other.name, "memory of its own");
       }
     }
   }
@@ -609,13 +565,15 @@ bool Validator::aliases() {
 
 Result<Problem> validate(const Forward& call, Pointers pointers) {
   Validator check(Direction::forward, call.options, arguments(call), pointers);
-  if (check.common(call.q, call.k, call.v, call.o, call.lse) && check.aliases()) return check.problem;
+  if (check.common(call.q, call.k, call.v, call.o, call.lse) && check.aliases(call.workspace))
+    return check.problem;
   return check.status;
 }
 
 Result<Problem> validate(const Backward& call, Pointers pointers) {
   Validator check(Direction::backward, call.options, arguments(call), pointers);
-  if (check.common(call.q, call.k, call.v, call.o, call.lse) && check.gradients(call) && check.aliases()) {
+  if (check.common(call.q, call.k, call.v, call.o, call.lse) && check.gradients(call) &&
+      check.aliases(call.workspace)) {
     return check.problem;
   }
   return check.status;

@@ -1,14 +1,10 @@
 #include "cpu/parallel.h"
 
 #include <pthread.h>
-#if defined(__linux__)
-#include <sched.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <system_error>
@@ -124,22 +120,6 @@ class Pool {
   int workers_ = 0, asleep_ = 0;
 };
 
-int environment_threads() {
-  const char* text = std::getenv("TESSERA_NUM_THREADS");
-  if (text == nullptr) return 0;
-  const long value = std::strtol(text, nullptr, 10);
-  return value >= 1 && value <= 4096 ? static_cast<int>(value) : 0;
-}
-
-// The cores this process may run on: fewer than the machine has, under taskset or in a container.
-int usable_cores() {
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
-#endif
-  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-}
-
 }  // namespace
 
 void parallel_for(std::int64_t tasks, int threads, TaskRef body) {
@@ -150,14 +130,6 @@ void parallel_for(std::int64_t tasks, int threads, TaskRef body) {
   }
   Job job{body, tasks, threads};
   Pool::instance().run(job);
-}
-
-int thread_count(int asked) {
-  if (asked > 0) return asked;
-  static const int from_environment = environment_threads();
-  if (from_environment > 0) return from_environment;
-  static const int cores = usable_cores();
-  return cores;
 }
 
 void relax(int& spins) {

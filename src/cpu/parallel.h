@@ -28,9 +28,6 @@ class TaskRef {
 // thread for the length of the job: it owns the slot's scratch memory. body must not throw.
 void parallel_for(std::int64_t tasks, int threads, TaskRef body);
 
-// asked, or if that is 0 TESSERA_NUM_THREADS, or if that is not set the cores this process may use.
-[[nodiscard]] int thread_count(int asked);
-
 // Waits a little: a spinning thread calls it with its own counter.
 void relax(int& spins);
 

@@ -24,8 +24,7 @@ int useful_threads(const Problem& problem) {
   const double rows = static_cast<double>(problem.packed ? problem.rows_q : problem.batch * problem.rows_q);
   const double flops = 2.0 * rows * static_cast<double>(problem.num_heads_q * problem.max_seqlen_k) *
                        static_cast<double>(problem.head_dim + problem.head_dim_v);
-  return static_cast<int>(
-      std::min<double>(thread_count(problem.num_threads), 1.0 + flops / flops_per_thread));
+  return static_cast<int>(std::min<double>(problem.num_threads, 1.0 + flops / flops_per_thread));
 }
 
 }  // namespace

@@ -504,6 +504,50 @@ TEST(Validation, PlanningCallsSeeTheSameFaults) {
   EXPECT_EQ(explain(world.backward).status().message(), "dq: not given");
 }
 
+TEST(Validation, TheWorkspaceIsMemoryOfItsOwn) {
+  World world(dense);
+  world.forward.workspace.data = world.forward.k.data;
+  expect_refused(world, world.forward, "workspace: shares memory with k, expected memory of its own",
+                 Code::invalid_argument);
+  world.backward.workspace.data = static_cast<std::byte*>(world.backward.dv.data) + 4;
+  expect_refused(world, world.backward, "workspace: shares memory with dv, expected memory of its own",
+                 Code::invalid_argument);
+}
+
+// The environment is as bad a place for a wrong number as an argument.
+TEST(Validation, TheNumberOfThreadsInTheEnvironment) {
+  World world(dense);
+  for (const char* bad : {"", "0", "-1", "two", "2x", "4097", "99999999999999999999", " 2"}) {
+    ASSERT_EQ(setenv("TESSERA_NUM_THREADS", bad, 1), 0);
+    const std::string message = "TESSERA_NUM_THREADS: \"" + std::string(bad) + "\", expected 1 to 4096";
+    expect_refused(world, world.forward, message.c_str(), Code::invalid_argument);
+  }
+  world.forward.options.num_threads = 1;
+  EXPECT_TRUE(validate(world.forward).ok()) << "what the call says counts";
+  world.forward.options.num_threads = 0;
+  ASSERT_EQ(setenv("TESSERA_NUM_THREADS", "3", 1), 0);
+  EXPECT_EQ(validate(world.forward).value().num_threads, 3);
+  ASSERT_EQ(unsetenv("TESSERA_NUM_THREADS"), 0);
+  EXPECT_GE(validate(world.forward).value().num_threads, 1);
+}
+
+// Shapes that no memory can have, but a call that only plans can: no size may overflow.
+TEST(Validation, PlanningRefusesAbsurdSizes) {
+  constexpr std::int64_t rows = 2147483647, heads = 65536;
+  Backward x;
+  x.q = x.k = x.v = x.o = x.dout = x.dq = x.dk = x.dv = Tensor(nullptr, DType::bfloat16, {1, rows, heads, 1});
+  x.lse = Tensor(nullptr, DType::float32, {1, heads, rows});
+  EXPECT_EQ(workspace_size(x).status().message(),
+            "q: shape (1, 2147483647, 65536, 1), expected at most 2^46 rows in all heads");
+  for (Tensor* tensor : {&x.q, &x.k, &x.v, &x.o, &x.dout, &x.dq, &x.dk, &x.dv}) tensor->shape[2] = 16384;
+  x.lse.shape[1] = 16384;
+  for (Tensor* tensor : {&x.q, &x.k, &x.v, &x.o, &x.dout, &x.dq, &x.dk, &x.dv})
+    tensor->stride = {16384 * rows, 16384, 1, 1};
+  const Result<std::size_t> bytes = workspace_size(x);
+  ASSERT_TRUE(bytes.ok()) << bytes.status().message();
+  EXPECT_GT(bytes.value(), std::size_t{16384} * rows * 4) << "dq in float32 at least";
+}
+
 TEST(Validation, PlanningCallsNeedNoData) {
   World world(packed);
   for (Tensor* tensor :
@@ -522,6 +566,18 @@ template <class Call>
 void expect_valid(const Call& x) {
   const Result<Problem> problem = validate(x);
   EXPECT_TRUE(problem.ok()) << problem.status().message();
+}
+
+// And runs: a workspace of the size that is asked for is enough.
+template <class Call>
+void expect_runs(Call x) {
+  expect_valid(x);
+  const Result<std::size_t> bytes = workspace_size(x);
+  ASSERT_TRUE(bytes.ok()) << bytes.status().message();
+  std::vector<std::byte> workspace(bytes.value());
+  x.workspace = {workspace.data(), workspace.size()};
+  const Status status = call(x);
+  EXPECT_TRUE(status.ok()) << status.message();
 }
 
 struct Good {
@@ -587,7 +643,7 @@ TEST(Validation, TakesValidCalls) {
     World world(good.base);
     Parts parts = parts_of(world, world.forward);
     good.change(parts);
-    expect_valid(world.forward);
+    expect_runs(world.forward);
 
     World other(good.base);
     Parts other_parts = parts_of(other, other.backward);
@@ -595,7 +651,7 @@ TEST(Validation, TakesValidCalls) {
     // The gradients of a changed head_dim have its size.
     other.backward.dq.shape = other.backward.q.shape;
     other.backward.dk.shape = other.backward.k.shape;
-    expect_valid(other.backward);
+    expect_runs(other.backward);
   }
 }
 

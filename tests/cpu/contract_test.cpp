@@ -1,5 +1,8 @@
 // What the library promises beyond right numbers: repeatable bits, whatever the threads and the rest of the
 // batch; the kernel that was asked for; calls from many threads; dropout's statistics; unbiased rounding.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -50,6 +53,21 @@ TEST_P(Contract, ThreadsDoNotChangeTheBits) {
       EXPECT_EQ(run_both(tensors), alone) << threads << " threads: " << to_string(tensors.settings);
     }
   }
+}
+
+// A forked child has none of its parent's worker threads: it starts its own.
+TEST_P(Contract, RunsInAForkedChild) {
+  Case c = typical_cases()[0];
+  c.threads = 3;
+  Tensors tensors(forced(c));
+  const Snapshot before = run_both(tensors);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) _exit(run_both(tensors) == before ? 0 : 1);
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  EXPECT_EQ(run_both(tensors), before) << "in the parent, after the fork";
 }
 
 // Runs one sequence of a batch by itself and expects the bits that the whole batch gave. part(t, of_k) cuts
