@@ -24,7 +24,7 @@ struct Argument {
 };
 
 [[nodiscard]] bool is_packed(const Options& options);
-[[nodiscard]] std::vector<Argument> arguments(const Forward& call);
-[[nodiscard]] std::vector<Argument> arguments(const Backward& call);
+[[nodiscard]] std::vector<Argument> arguments(const Forward& x);
+[[nodiscard]] std::vector<Argument> arguments(const Backward& x);
 
 }  // namespace tessera
