@@ -27,14 +27,21 @@ constexpr BackwardTiles backward_tiles = TESSERA_CPU_TILES.backward;
 static_assert(backward_tiles.tile_m % row_unit == 0 && backward_tiles.tile_m % depth_unit == 0);
 static_assert(backward_tiles.block_n % col_align == 0 && backward_tiles.block_n % col_unit == 0);
 
-// Rows of a tile. A tile computes what any of its rows sees, so under a narrow window it has fewer.
-HWY_NOINLINE std::int64_t backward_tile_m(const Problem& problem) {
-  constexpr std::int64_t unit = 32, parts = 8;
-  static_assert(unit % row_unit == 0 && unit % depth_unit == 0);
-  const std::int64_t left = problem.window_left, right = problem.window_right;
-  if (left >= Mask::unbounded || right >= Mask::unbounded) return backward_tiles.tile_m;
-  return std::min(backward_tiles.tile_m, round_up((left + right) / parts + 1, unit));
-}
+// The tiles of one call. A tile computes what any of its rows sees, so under a narrow window it has fewer;
+// and the operands of a key block, with its dk and dv, stay in the second-level cache.
+struct BackwardTiling {
+  std::int64_t tile_m = backward_tiles.tile_m, block_n = backward_tiles.block_n;
+
+  explicit BackwardTiling(const Problem& problem) {
+    constexpr std::int64_t unit = 32, parts = 8;
+    static_assert(unit % row_unit == 0 && unit % depth_unit == 0);
+    const std::int64_t left = problem.window_left, right = problem.window_right;
+    if (left < Mask::unbounded && right < Mask::unbounded)
+      tile_m = std::min(tile_m, round_up((left + right) / parts + 1, unit));
+    const std::int64_t row = std::max(problem.head_dim, problem.head_dim_v) * std::int64_t{sizeof(Element)};
+    while (block_n > col_align && block_n * row > backward_tiles.block_bytes) block_n -= col_align;
+  }
+};
 
 // What the threads share: one number a row of every query head, and dq before its conversion.
 struct BackwardRows {
@@ -52,7 +59,8 @@ struct BackwardRows {
     lse = carve.take<float>(all);
     delta = carve.take<float>(all);
     dq = carve.take<float>(all * depth_cols);
-    const std::int64_t tiles = all / backward_tile_m(problem) + sequence_count(problem) * problem.num_heads_q;
+    const std::int64_t tiles =
+        all / BackwardTiling(problem).tile_m + sequence_count(problem) * problem.num_heads_q;
     turn = carve.take<std::int32_t>(tiles);
     first_row_tile = carve.take<std::int64_t>(sequence_count(problem) + 1);
     first_key_block = carve.take<std::int64_t>(sequence_count(problem) + 1);
@@ -78,7 +86,7 @@ struct BackwardScratch {
   std::int64_t tile_ld, p_ld;           // row strides of s and dp; of p and ds
 
   BackwardScratch(Carver& carve, const Problem& problem) {
-    const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tile_m(problem);
+    const auto [tile_m, block_n] = BackwardTiling(problem);
     depth = round_up(problem.head_dim, depth_unit);
     value_depth = round_up(problem.head_dim_v, depth_unit);
     depth_cols = round_up(depth, col_unit);
@@ -147,7 +155,7 @@ HWY_NOINLINE void prepare_rows(const Problem& problem, const BackwardRows& share
   const Sequence sequence = sequence_or_rest(problem, b);
   const Range live{rows.begin, std::min<long long>(rows.end, sequence.seqlen_q)};
   const Range keys = problem.mask(sequence).keys_of_any(live);
-  shared.turn[task] = static_cast<std::int32_t>(keys.begin / backward_tiles.block_n);
+  shared.turn[task] = static_cast<std::int32_t>(keys.begin / BackwardTiling(problem).block_n);
   if (keys.empty()) {
     zero_rows(problem.dq, b, sequence.q_begin + rows.begin, h, rows.size(), problem.head_dim);
   } else if (rows.end > live.end) {
@@ -286,7 +294,7 @@ struct KeyBlock {
 HWY_NOINLINE KeyBlock load_keys(const Problem& problem, const BackwardScratch& scratch,
                                 const Sequence& sequence, std::int64_t b, std::int64_t kv_head,
                                 std::int64_t key) {
-  const std::int64_t block_n = backward_tiles.block_n;
+  const std::int64_t block_n = BackwardTiling(problem).block_n;
   const Range keys{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
   const Rows k = rows_for_b(problem.k, b, sequence.k_begin + key, kv_head, keys.size(), problem.head_dim,
                             scratch.k, scratch.depth_ld, block_n);
@@ -328,7 +336,7 @@ HWY_NOINLINE void add_to_dq(const Problem& problem, const BackwardRows& shared,
                             const BackwardScratch& scratch, const Sequence& sequence, std::int64_t b,
                             std::int64_t h, Range tile, Range keys, std::int64_t key, Range cols,
                             OperandB k_rows, std::int32_t& turn_of_tile) {
-  const std::int64_t block_n = backward_tiles.block_n, count = tile.size();
+  const std::int64_t block_n = BackwardTiling(problem).block_n, count = tile.size();
   const auto n_block = static_cast<std::int32_t>(key / block_n);
   const std::atomic_ref<std::int32_t> turn(turn_of_tile);
   float* dq = shared.dq + shared.index(problem, sequence, b, h, tile.begin) * shared.depth_cols;
@@ -352,7 +360,7 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
                                 const BlockTasks& row_tiles, const BackwardScratch& scratch, std::int64_t b,
                                 std::int64_t kv_head, std::int64_t key) {
   const Sequence sequence = sequence_or_rest(problem, b);
-  const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tile_m(problem);
+  const auto [tile_m, block_n] = BackwardTiling(problem);
   const std::int64_t allocated = std::min(block_n, sequence.allocated_k - key);
   const float scale = static_cast<float>(problem.softmax_scale);
   const Mask mask = problem.mask(sequence);
@@ -415,8 +423,9 @@ struct BiasTasks {
     const std::int64_t* own = problem.dbias.extent;
     extent[0] = own[0];
     extent[1] = own[1];
-    extent[2] = (own[2] + backward_tile_m(problem) - 1) / backward_tile_m(problem);
-    extent[3] = (own[3] + backward_tiles.block_n - 1) / backward_tiles.block_n;
+    const auto [tile_m, block_n] = BackwardTiling(problem);
+    extent[2] = (own[2] + tile_m - 1) / tile_m;
+    extent[3] = (own[3] + block_n - 1) / block_n;
   }
   [[nodiscard]] std::int64_t count() const { return extent[0] * extent[1] * extent[2] * extent[3]; }
 };
@@ -446,7 +455,7 @@ HWY_NOINLINE void bias_task(const Problem& problem, const BackwardRows& shared,
                             const BackwardScratch& scratch, std::int64_t index) {
   const BiasView& dbias = problem.dbias;
   const BiasTasks tasks(problem);
-  const std::int64_t block_n = backward_tiles.block_n, tile_m = backward_tile_m(problem);
+  const auto [tile_m, block_n] = BackwardTiling(problem);
   const std::int64_t j = index % tasks.extent[3], i = index / tasks.extent[3] % tasks.extent[2];
   const std::int64_t head = index / (tasks.extent[3] * tasks.extent[2]) % tasks.extent[1];
   const std::int64_t batch = index / (tasks.extent[3] * tasks.extent[2] * tasks.extent[1]);
@@ -516,9 +525,10 @@ HWY_NOINLINE void backward(const Problem& problem, int threads, void* workspace)
   const BackwardLayout layout(problem, threads, workspace);
   Carver carve(layout.shared);
   const BackwardRows shared(carve, problem);
-  const BlockTasks row_tiles(problem, problem.num_heads_q, backward_tile_m(problem), shared.first_row_tile,
+  const auto [tile_m, block_n] = BackwardTiling(problem);
+  const BlockTasks row_tiles(problem, problem.num_heads_q, tile_m, shared.first_row_tile,
                              [](const Sequence& sequence) { return sequence.allocated_q; });
-  const BlockTasks key_blocks(problem, problem.num_heads_k, backward_tiles.block_n, shared.first_key_block,
+  const BlockTasks key_blocks(problem, problem.num_heads_k, block_n, shared.first_key_block,
                               [](const Sequence& sequence) { return sequence.allocated_k; });
 
   const auto prepare = [&](std::int64_t index, int) {

@@ -36,7 +36,8 @@ Plan plan(const Problem& problem) {
     return {forward_tiles.tile_m, forward_tiles.block_n, threads, bytes + alignment};
   }
   const std::size_t bytes = BackwardLayout(problem, threads, nullptr).bytes;
-  return {backward_tile_m(problem), backward_tiles.block_n, threads, bytes + alignment};
+  const auto [tile_m, block_n] = BackwardTiling(problem);
+  return {tile_m, block_n, threads, bytes + alignment};
 }
 
 Status run(const Problem& problem, const Plan& plan, void* workspace) {

@@ -14,6 +14,7 @@ struct ForwardTiles {
 struct BackwardTiles {
   std::int64_t tile_m;
   std::int64_t block_n;
+  std::int64_t block_bytes;  // of one of a key block's operands, at most: block_n shrinks with the head dim
 };
 
 struct Tiles {
@@ -23,12 +24,12 @@ struct Tiles {
 
 // clang-format off
 //                                        forward                       backward
-//                                        tile_m  block_n  task_bytes   tile_m  block_n
-inline constexpr Tiles amx_tiles         {{16,     256,     512 << 10},  {96,     256}};
+//                                        tile_m  block_n  task_bytes   tile_m  block_n  block_bytes
+inline constexpr Tiles amx_tiles         {{16,     256,     512 << 10},  {96,     256,     128 << 10}};
 inline constexpr Tiles amx_emulated_tiles = amx_tiles;
-inline constexpr Tiles avx512_tiles      {{48,     128,     512 << 10},  {96,     128}};
-inline constexpr Tiles avx2_tiles        {{48,     128,     256 << 10},  {96,     128}};
-inline constexpr Tiles baseline_tiles    {{48,      64,     128 << 10},  {48,      64}};
+inline constexpr Tiles avx512_tiles      {{48,     128,     512 << 10},  {96,     192,     128 << 10}};
+inline constexpr Tiles avx2_tiles        {{48,     128,     256 << 10},  {96,     128,     128 << 10}};
+inline constexpr Tiles baseline_tiles    {{48,      64,     128 << 10},  {48,      64,     128 << 10}};
 // clang-format on
 
 }  // namespace tessera::cpu
