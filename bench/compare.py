@@ -2,8 +2,9 @@
 """Tessera against PyTorch's CPU scaled_dot_product_attention (its flash kernel), in one process.
 
 The two take turns on the same data, with the same number of threads and the same (batch, seqlen, heads,
-head_dim) memory; PyTorch sees it as the (batch, heads, seqlen, head_dim) views that it wants. Prints a row of
-medians a cell, the geometric means and whether each goal is met; writes JSON and a plot.
+head_dim) memory; PyTorch sees it as the (batch, heads, seqlen, head_dim) views that it wants. A cell's ratio
+is the median over the turns of their time by ours: what slows a shared machine for a while slows both.
+Prints a row a cell, the geometric means and whether each goal is met; writes JSON and a plot.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Cell:
     ours: float = 0.0  # seconds, medians
     theirs: float = 0.0
     gflops: float = 0.0
+    ratio: float = 0.0  # theirs / ours, median over the turns
     kernel: str = ""
 
     @property
@@ -54,10 +56,6 @@ class Cell:
     @property
     def heads(self) -> int:
         return max(1, HIDDEN // self.head_dim)
-
-    @property
-    def ratio(self) -> float:
-        return self.theirs / self.ours
 
     def flops(self) -> float:
         forward = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
@@ -80,13 +78,13 @@ def seconds(call: Callable[[], object]) -> float:
 
 def alternate(
     pairs: list[tuple[Callable[[], object], Callable[[], object]]], min_time: float
-) -> tuple[float, float]:
-    """Medians of ours and theirs. Sets of buffers rotate, and who begins changes from turn to turn."""
+) -> tuple[float, float, float]:
+    """Medians of ours, theirs and their quotient. Buffers rotate; who begins changes from turn to turn."""
     first = [seconds(call) for call in pairs[0]]
     # Where a call takes seconds, a warm-up matters little and repeats cost minutes: the first turn counts.
     slow = sum(first) > SLOW_TURN
     times: tuple[list[float], list[float]] = ([first[0]], [first[1]]) if slow else ([], [])
-    least = 1 if slow else 4
+    least = 1 if slow else 8
     begin, turn = time.perf_counter(), 0
     while turn < least or (time.perf_counter() - begin < min_time and turn < 200):
         pair = pairs[turn % len(pairs)]
@@ -98,7 +96,8 @@ def alternate(
                 pair[who]()
             times[who].append(seconds(pair[who]))
         turn += 1
-    return statistics.median(times[0]), statistics.median(times[1])
+    quotients = [theirs / ours for ours, theirs in zip(*times, strict=True)]
+    return statistics.median(times[0]), statistics.median(times[1]), statistics.median(quotients)
 
 
 class Tensors:
@@ -157,7 +156,7 @@ def measure(cell: Cell, library: Library, threads: int, min_time: float) -> list
     cells = []
     for direction, pairs in calls.items():
         result = Cell(cell.dtype, cell.head_dim, cell.causal, cell.seqlen, direction)
-        result.ours, result.theirs = alternate(pairs, min_time)
+        result.ours, result.theirs, result.ratio = alternate(pairs, min_time)
         result.gflops = result.flops() / result.ours / 1e9
         result.kernel = library.last_kernel()
         cells.append(result)
@@ -255,7 +254,7 @@ def write(path: Path, cells: list[Cell], figures: list[dict[str, object]], cli: 
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "figures": figures,
-        "cells": [{**asdict(cell), "ratio": cell.ratio} for cell in cells],
+        "cells": [asdict(cell) for cell in cells],
         "tessera_bench": cli,
     }
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

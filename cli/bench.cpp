@@ -122,7 +122,7 @@ int run_bench(const BenchFlags& flags) {
   }
   if (!flags.no_grid) result["cells"] = measure_grid(flags, peak);
   if (!flags.no_figures) {
-    const auto figures = measure_figures({flags.kernel, flags.threads, flags.quick}, peak);
+    const auto figures = measure_figures({flags.kernel, flags.threads, flags.quick});
     result["figures"] = figures;
     if (!flags.json) print_figures(figures);
   }

@@ -31,6 +31,6 @@ struct FigureFlags {
   int threads = 0;
   bool quick = false;  // shorter sequences, looser statistics: a smoke test of the figures
 };
-[[nodiscard]] std::vector<Figure> measure_figures(const FigureFlags& flags, double peak_flops);
+[[nodiscard]] std::vector<Figure> measure_figures(const FigureFlags& flags);
 
 }  // namespace tessera::cli

@@ -96,12 +96,17 @@ double run_once(const Loop& loop, int threads, std::int64_t rounds) {
 
 }  // namespace
 
-double measure_fma_peak(int threads) {
+double measure_fma_rate(int threads, double seconds) {
   const Loop loop = widest_loop();
-  double best = run_once(loop, threads, 1'000'000);  // wakes the cores, and tells how many rounds a run needs
+  // A first run wakes the cores, and tells how many rounds the other needs.
+  const double rate = run_once(loop, threads, 100'000);
   const double round_flops = 2.0 * chains * loop.lanes * threads;
-  const auto rounds = static_cast<std::int64_t>(0.1 * best / round_flops) + 1;
-  for (int repeat = 0; repeat < 10; ++repeat) best = std::max(best, run_once(loop, threads, rounds));
+  return run_once(loop, threads, static_cast<std::int64_t>(seconds * rate / round_flops) + 1);
+}
+
+double measure_fma_peak(int threads) {
+  double best = 0;
+  for (int repeat = 0; repeat < 10; ++repeat) best = std::max(best, measure_fma_rate(threads, 0.1));
   return best;
 }
 

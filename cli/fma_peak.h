@@ -4,6 +4,8 @@
 
 namespace tessera::cli {
 
-[[nodiscard]] double measure_fma_peak(int threads);  // FLOP/s
+[[nodiscard]] double measure_fma_peak(int threads);  // FLOP/s, the best of several runs
+// One run of about this many seconds: what the machine gives just now.
+[[nodiscard]] double measure_fma_rate(int threads, double seconds);
 
 }  // namespace tessera::cli

@@ -23,6 +23,11 @@ double seconds_of(const std::function<void()>& call) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+double median_of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return quantile(values, 0.5);
+}
+
 Timing time_repeated(const TimingPolicy& policy, const std::function<void(int turn)>& call) {
   int turn = 0;
   for (; turn < policy.warmups; ++turn) call(turn);
@@ -30,6 +35,7 @@ Timing time_repeated(const TimingPolicy& policy, const std::function<void(int tu
   double total = 0;
   for (int repeat = 0; repeat < policy.max_repeats; ++repeat, ++turn) {
     if (repeat >= policy.min_repeats && total >= policy.min_seconds) break;
+    if (policy.before) policy.before();
     times.push_back(seconds_of([&] { call(turn); }));
     total += times.back();
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 namespace tessera::cli {
 
@@ -9,6 +10,7 @@ struct TimingPolicy {
   double min_seconds = 0.2;
   int min_repeats = 3, max_repeats = 50;
   int warmups = 1;
+  std::function<void()> before = {};  // called before every call that is timed, if given
 };
 
 struct Timing {
@@ -16,6 +18,7 @@ struct Timing {
   int repeats = 0;
 };
 
+[[nodiscard]] double median_of(std::vector<double> values);
 [[nodiscard]] double seconds_of(const std::function<void()>& call);
 
 // call(turn): turn counts up, so that the caller can rotate its buffers.
