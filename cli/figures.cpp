@@ -71,8 +71,8 @@ void add_window_figures(const FigureFlags& flags, std::vector<Figure>& figures) 
   }
 }
 
-// Peak resident memory above inputs and outputs, in a process of its own. The window keeps it short; the
-// memory is that of the full call, for nothing that is allocated depends on the mask.
+// Peak resident memory above inputs and outputs, in a process of its own. The window keeps it short; what is
+// allocated is that of the full call, but for the smaller tiles of backward (some 100 KB a thread).
 void add_memory_figures(const FigureFlags& flags, std::vector<Figure>& figures) {
   announce("memory");
   const std::int64_t seqlen = flags.quick ? 8192 : 65536;

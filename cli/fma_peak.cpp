@@ -99,7 +99,7 @@ double run_once(const Loop& loop, int threads, std::int64_t rounds) {
 double measure_fma_rate(int threads, double seconds) {
   const Loop loop = widest_loop();
   // A first run wakes the cores, and tells how many rounds the other needs.
-  const double rate = run_once(loop, threads, 100'000);
+  const double rate = run_once(loop, threads, 1'000'000);
   const double round_flops = 2.0 * chains * loop.lanes * threads;
   return run_once(loop, threads, static_cast<std::int64_t>(seconds * rate / round_flops) + 1);
 }

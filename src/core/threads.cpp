@@ -26,8 +26,8 @@ int usable_cores() {
 
 Result<int> default_threads() {
   const char* given = std::getenv("TESSERA_NUM_THREADS");  // NOLINT(concurrency-mt-unsafe): only read
-  if (given == nullptr) return usable_cores();
-  const std::string_view text(given);
+  const std::string_view text(given == nullptr ? "" : given);
+  if (text.empty()) return usable_cores();
   int threads = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), threads);
   if (error == std::errc() && end == text.data() + text.size() && threads >= 1 && threads <= max_threads)

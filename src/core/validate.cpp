@@ -241,13 +241,15 @@ bool Validator::scalars() {
   const double scale = options_.softmax_scale.value_or(0);
   if (!(std::fabs(scale) <= largest))
     return fail("softmax_scale", number_text(scale), "a finite float32 number");
+  if (scale != 0 && std::fabs(scale) < smallest)
+    return fail("softmax_scale", number_text(scale), "0 or a normal float32 number");
   const double softcap = options_.softcap;
   if (softcap != 0 && !(softcap >= smallest && softcap <= largest)) {
     return fail("softcap", number_text(softcap), "0 (off) or a positive finite float32 number");
   }
-  // What kernels make of it are floats too: softcap in units of log2 e, and the factor of q·k inside the
-  // tanh.
-  if (softcap > largest / 2) return fail("softcap", number_text(softcap), "0 (off), or at most 1.7e+38");
+  // What kernels make of it are floats too: the factor of q·k inside the tanh, and its product, which may
+  // count as 0 below 1e-38. Up to here that is less than 1e-7 of a score.
+  if (softcap > 1e30) return fail("softcap", number_text(softcap), "0 (off), or at most 1e+30");
   if (softcap != 0 && std::fabs(scale) / softcap > largest) {
     return fail("softcap", number_text(softcap),
                 "0 (off), or softmax_scale / softcap a finite float32 number");
@@ -543,7 +545,8 @@ bool Validator::gradients(const Backward& call) {
 
 bool Validator::aliases(const Workspace& workspace) {
   const auto has_memory = [](const Argument& x) { return x.tensor->given() && x.tensor->data != nullptr; };
-  const Footprint scratch(workspace.data, workspace.bytes);
+  const bool looked_at = pointers_ == Pointers::required && workspace.data != nullptr;
+  const Footprint scratch(workspace.data, looked_at ? workspace.bytes : 0);
   for (const Argument& argument : table_) {
     if (!has_memory(argument)) continue;
     const Footprint mine(*argument.tensor);

@@ -23,6 +23,7 @@ constexpr std::int64_t tile_elements = tile_cols * tile_depth;  // of B
 constexpr std::int64_t row_unit = tile_rows;
 constexpr std::int64_t col_unit = 2 * tile_cols;
 constexpr std::int64_t depth_unit = tile_depth;
+constexpr std::int64_t uncut_depth = 1 << 20;  // a product is one chain of additions, however deep
 
 // Which two of the depth are side by side in a cell, but for q kᵀ.
 constexpr std::int64_t pair_distance = tile_depth / 2;
@@ -124,13 +125,14 @@ HWY_NOINLINE void multiply_last_rows(std::int64_t rows, std::int64_t depth, cons
 // spare rows does not matter. cols and depth are multiples of their units.
 template <Into into>
 HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
-                               OperandB b, float* c, std::int64_t c_row) {
+                               OperandB b, float* c, std::int64_t c_row, Ahead& ahead) {
   static_assert(into != Into::scaled_add, "Product does that");
   constexpr bool overwrite = into == Into::overwrite;
   for (std::int64_t col = 0; col < cols; col += col_unit) {
     const Element* bc = b.data + col / tile_cols * b.col;
     std::int64_t r = 0;
     for (; r + 2 * tile_rows <= rows; r += 2 * tile_rows) {
+      ahead.fetch();
       multiply_block<overwrite, 2>(depth, a.data + r * a.row, a.row, bc, b.col, c + r * c_row + col, c_row);
     }
     if (r + tile_rows <= rows) {
@@ -147,12 +149,11 @@ HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_
 // The product of one row tile of softmax, a step at a time: what is done between two steps is done beside the
 // tile unit, and must leave the tiles alone. c has room for whole tiles.
 constexpr bool overlaps = true;
+constexpr std::int64_t product_rows = 2 * tile_rows;  // at most
 
 template <Into into>
 class Product {
  public:
-  static constexpr std::int64_t max_rows = 2 * tile_rows;
-
   Product() = default;
   Product(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a, OperandB b, float* c,
           std::int64_t c_row, const float* scale = nullptr)
@@ -167,7 +168,8 @@ class Product {
     }
   }
   [[nodiscard]] std::int64_t steps() const { return steps_; }  // that are left
-  HWY_INLINE void step() {
+  HWY_INLINE void step(Ahead& ahead) {
+    ahead.fetch();
     if (rows_ > tile_rows) {
       step_block<Block<2>>();
     } else {

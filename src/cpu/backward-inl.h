@@ -45,6 +45,7 @@ struct BackwardTiling {
 
 // What the threads share: one number a row of every query head, and dq before its conversion.
 struct BackwardRows {
+  BackwardTiling tiling;
   std::int64_t rows;        // of one head, all sequences
   std::int64_t depth_cols;  // of dq
   float *lse, *delta;       // [num_heads_q][rows]; lse in units of log2 e, +inf for a row that sees nothing
@@ -52,15 +53,14 @@ struct BackwardRows {
   std::int32_t* turn;       // [row tile tasks]: the key block whose term dq takes next; atomic
   std::int64_t *first_row_tile, *first_key_block;
 
-  BackwardRows(Carver& carve, const Problem& problem) {
+  BackwardRows(Carver& carve, const Problem& problem) : tiling(problem) {
     rows = problem.packed ? problem.rows_q : problem.batch * problem.rows_q;
     depth_cols = round_up(round_up(problem.head_dim, depth_unit), col_unit);
     const std::int64_t all = rows * problem.num_heads_q;
     lse = carve.take<float>(all);
     delta = carve.take<float>(all);
     dq = carve.take<float>(all * depth_cols);
-    const std::int64_t tiles =
-        all / BackwardTiling(problem).tile_m + sequence_count(problem) * problem.num_heads_q;
+    const std::int64_t tiles = all / tiling.tile_m + sequence_count(problem) * problem.num_heads_q;
     turn = carve.take<std::int32_t>(tiles);
     first_row_tile = carve.take<std::int64_t>(sequence_count(problem) + 1);
     first_key_block = carve.take<std::int64_t>(sequence_count(problem) + 1);
@@ -73,6 +73,7 @@ struct BackwardRows {
 
 // One thread's arrays.
 struct BackwardScratch {
+  BackwardTiling tiling;
   Element *k, *v, *k_transposed, *v_transposed, *k_rows;
   Element *q, *dout, *q_rows, *dout_rows;
   float *s, *dp, *dk, *dv, *dq;
@@ -85,8 +86,8 @@ struct BackwardScratch {
   std::int64_t depth_ld, value_ld;      // row strides of q and k; of v and do
   std::int64_t tile_ld, p_ld;           // row strides of s and dp; of p and ds
 
-  BackwardScratch(Carver& carve, const Problem& problem) {
-    const auto [tile_m, block_n] = BackwardTiling(problem);
+  BackwardScratch(Carver& carve, const Problem& problem) : tiling(problem) {
+    const auto [tile_m, block_n] = tiling;
     depth = round_up(problem.head_dim, depth_unit);
     value_depth = round_up(problem.head_dim_v, depth_unit);
     depth_cols = round_up(depth, col_unit);
@@ -155,7 +156,7 @@ HWY_NOINLINE void prepare_rows(const Problem& problem, const BackwardRows& share
   const Sequence sequence = sequence_or_rest(problem, b);
   const Range live{rows.begin, std::min<long long>(rows.end, sequence.seqlen_q)};
   const Range keys = problem.mask(sequence).keys_of_any(live);
-  shared.turn[task] = static_cast<std::int32_t>(keys.begin / BackwardTiling(problem).block_n);
+  shared.turn[task] = static_cast<std::int32_t>(keys.begin / shared.tiling.block_n);
   if (keys.empty()) {
     zero_rows(problem.dq, b, sequence.q_begin + rows.begin, h, rows.size(), problem.head_dim);
   } else if (rows.end > live.end) {
@@ -294,7 +295,7 @@ struct KeyBlock {
 HWY_NOINLINE KeyBlock load_keys(const Problem& problem, const BackwardScratch& scratch,
                                 const Sequence& sequence, std::int64_t b, std::int64_t kv_head,
                                 std::int64_t key) {
-  const std::int64_t block_n = BackwardTiling(problem).block_n;
+  const std::int64_t block_n = scratch.tiling.block_n;
   const Range keys{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
   const Rows k = rows_for_b(problem.k, b, sequence.k_begin + key, kv_head, keys.size(), problem.head_dim,
                             scratch.k, scratch.depth_ld, block_n);
@@ -306,17 +307,19 @@ HWY_NOINLINE KeyBlock load_keys(const Problem& problem, const BackwardScratch& s
 
 // q and do of the tile, s = q kᵀ and dp = do vᵀ.
 HWY_NOINLINE void score_tile(const Problem& problem, const BackwardScratch& scratch, const Sequence& sequence,
-                             std::int64_t b, std::int64_t h, Range tile, const KeyBlock& block, Range cols) {
+                             std::int64_t b, std::int64_t h, Range tile, const KeyBlock& block, Range cols,
+                             Ahead& ahead) {
   const std::int64_t count = tile.size(), padded = round_up(round_up(count, row_unit), depth_unit);
   load_rows(problem.q, b, sequence.q_begin + tile.begin, h, count, problem.head_dim, scratch.q,
             scratch.depth_ld, padded);
   load_rows(problem.dout, b, sequence.q_begin + tile.begin, h, count, problem.head_dim_v, scratch.dout,
             scratch.value_ld, padded);
   multiply_tiles<Into::overwrite>(count, cols.size(), scratch.depth, a_rows(scratch.q, scratch.depth_ld),
-                                  b_right(block.k, cols.begin), scratch.s + cols.begin, scratch.tile_ld);
+                                  b_right(block.k, cols.begin), scratch.s + cols.begin, scratch.tile_ld,
+                                  ahead);
   multiply_tiles<Into::overwrite>(count, cols.size(), scratch.value_depth,
                                   a_rows(scratch.dout, scratch.value_ld), b_right(block.v, cols.begin),
-                                  scratch.dp + cols.begin, scratch.tile_ld);
+                                  scratch.dp + cols.begin, scratch.tile_ld, ahead);
 }
 
 HWY_INLINE void store_rows(const View& view, std::int64_t b, std::int64_t s, std::int64_t h,
@@ -335,8 +338,8 @@ HWY_INLINE void store_rows(const View& view, std::int64_t b, std::int64_t s, std
 HWY_NOINLINE void add_to_dq(const Problem& problem, const BackwardRows& shared,
                             const BackwardScratch& scratch, const Sequence& sequence, std::int64_t b,
                             std::int64_t h, Range tile, Range keys, std::int64_t key, Range cols,
-                            OperandB k_rows, std::int32_t& turn_of_tile) {
-  const std::int64_t block_n = BackwardTiling(problem).block_n, count = tile.size();
+                            OperandB k_rows, std::int32_t& turn_of_tile, Ahead& ahead) {
+  const std::int64_t block_n = scratch.tiling.block_n, count = tile.size();
   const auto n_block = static_cast<std::int32_t>(key / block_n);
   const std::atomic_ref<std::int32_t> turn(turn_of_tile);
   float* dq = shared.dq + shared.index(problem, sequence, b, h, tile.begin) * shared.depth_cols;
@@ -345,9 +348,10 @@ HWY_NOINLINE void add_to_dq(const Problem& problem, const BackwardRows& shared,
   int spins = 0;
   while (turn.load(std::memory_order_acquire) != n_block) relax(spins);
   if (n_block == keys.begin / block_n) {
-    multiply_tiles<Into::overwrite>(count, scratch.depth_cols, cols.size(), ds, k, dq, shared.depth_cols);
+    multiply_tiles<Into::overwrite>(count, scratch.depth_cols, cols.size(), ds, k, dq, shared.depth_cols,
+                                    ahead);
   } else {
-    multiply_tiles<Into::add>(count, scratch.depth_cols, cols.size(), ds, k, dq, shared.depth_cols);
+    multiply_tiles<Into::add>(count, scratch.depth_cols, cols.size(), ds, k, dq, shared.depth_cols, ahead);
   }
   if (n_block == (keys.end - 1) / block_n) {
     store_rows(problem.dq, b, sequence.q_begin + tile.begin, h, count, problem.head_dim, dq,
@@ -360,7 +364,7 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
                                 const BlockTasks& row_tiles, const BackwardScratch& scratch, std::int64_t b,
                                 std::int64_t kv_head, std::int64_t key) {
   const Sequence sequence = sequence_or_rest(problem, b);
-  const auto [tile_m, block_n] = BackwardTiling(problem);
+  const auto [tile_m, block_n] = scratch.tiling;
   const std::int64_t allocated = std::min(block_n, sequence.allocated_k - key);
   const float scale = static_cast<float>(problem.softmax_scale);
   const Mask mask = problem.mask(sequence);
@@ -385,21 +389,24 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
       const std::int64_t count = tile.size(), at = shared.index(problem, sequence, b, h, tile.begin);
       const std::int64_t row_depth = round_up(count, depth_unit);
 
-      score_tile(problem, scratch, sequence, b, h, tile, block, cols);
+      const Range next{tile.end, std::min<long long>(tile.end + tile_m, seen_by.end)};
+      Ahead ahead(problem.q, problem.dout, b, sequence.q_begin + next.begin, h, next.size(), problem.head_dim,
+                  problem.head_dim_v);
+      score_tile(problem, scratch, sequence, b, h, tile, block, cols, ahead);
       gradient_tile<Of::product>(scoring, mask, scratch, tile, key, cols, shared.lse + at, shared.delta + at);
       multiply_tiles<Into::add>(
           cols.size(), scratch.value_cols, row_depth,
           a_transposed(scratch.p + cols.begin, scratch.p_ld, row_depth, cols.size(), scratch.p_transposed),
           b_rows(scratch.dout, scratch.value_ld, row_depth, scratch.value_cols, scratch.dout_rows),
-          scratch.dv + cols.begin * scratch.value_cols, scratch.value_cols);
+          scratch.dv + cols.begin * scratch.value_cols, scratch.value_cols, ahead);
       multiply_tiles<Into::add>(
           cols.size(), scratch.depth_cols, row_depth,
           a_transposed(scratch.ds + cols.begin, scratch.p_ld, row_depth, cols.size(), scratch.ds_transposed),
           b_rows(scratch.q, scratch.depth_ld, row_depth, scratch.depth_cols, scratch.q_rows),
-          scratch.dk + cols.begin * scratch.depth_cols, scratch.depth_cols);
+          scratch.dk + cols.begin * scratch.depth_cols, scratch.depth_cols, ahead);
 
       add_to_dq(problem, shared, scratch, sequence, b, h, tile, mask.keys_of_any(tile), key, cols, k_rows,
-                shared.turn[row_tiles.index(b, h, m)]);
+                shared.turn[row_tiles.index(b, h, m)], ahead);
     }
   }
   const std::int64_t live = block.keys.size();
@@ -455,7 +462,7 @@ HWY_NOINLINE void bias_task(const Problem& problem, const BackwardRows& shared,
                             const BackwardScratch& scratch, std::int64_t index) {
   const BiasView& dbias = problem.dbias;
   const BiasTasks tasks(problem);
-  const auto [tile_m, block_n] = BackwardTiling(problem);
+  const auto [tile_m, block_n] = scratch.tiling;
   const std::int64_t j = index % tasks.extent[3], i = index / tasks.extent[3] % tasks.extent[2];
   const std::int64_t head = index / (tasks.extent[3] * tasks.extent[2]) % tasks.extent[1];
   const std::int64_t batch = index / (tasks.extent[3] * tasks.extent[2] * tasks.extent[1]);
@@ -477,7 +484,8 @@ HWY_NOINLINE void bias_task(const Problem& problem, const BackwardRows& shared,
           const Range cols = columns_of(mask, block.keys, tile);
           if (cols.empty()) continue;
           const std::int64_t at = shared.index(problem, sequence, b, h, tile.begin);
-          score_tile(problem, scratch, sequence, b, h, tile, block, cols);
+          Ahead nothing;
+          score_tile(problem, scratch, sequence, b, h, tile, block, cols, nothing);
           gradient_tile<Of::score>(scoring, mask, scratch, tile, n * block_n, cols, shared.lse + at,
                                    shared.delta + at);
           add_bias_tile(dbias, scratch, scratch.dp, tile, cols);
@@ -525,7 +533,7 @@ HWY_NOINLINE void backward(const Problem& problem, int threads, void* workspace)
   const BackwardLayout layout(problem, threads, workspace);
   Carver carve(layout.shared);
   const BackwardRows shared(carve, problem);
-  const auto [tile_m, block_n] = BackwardTiling(problem);
+  const auto [tile_m, block_n] = shared.tiling;
   const BlockTasks row_tiles(problem, problem.num_heads_q, tile_m, shared.first_row_tile,
                              [](const Sequence& sequence) { return sequence.allocated_q; });
   const BlockTasks key_blocks(problem, problem.num_heads_k, block_n, shared.first_key_block,

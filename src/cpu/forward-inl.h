@@ -22,9 +22,9 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr ForwardTiles forward_tiles = TESSERA_CPU_TILES.forward;
 constexpr std::int64_t max_task_rows = 1024;
-static_assert(forward_tiles.tile_m % row_unit == 0 &&
-              forward_tiles.tile_m <= Product<Into::overwrite>::max_rows);
+static_assert(forward_tiles.tile_m % row_unit == 0 && forward_tiles.tile_m <= product_rows);
 static_assert(forward_tiles.block_n % col_align == 0 && forward_tiles.block_n % col_unit == 0);
+static_assert(forward_tiles.block_n <= uncut_depth, "else where p v is cut depends on the tile's other rows");
 
 // One thread's arrays.
 struct ForwardScratch {
@@ -85,11 +85,15 @@ HWY_INLINE Vec exponentiate(const RowPiece& piece, const float* x, float scale, 
     group(c, sum[0], sum[1]);
     group(c + group_cols, sum[2], sum[3]);
   }
+  // Which sum takes a vector depends on its place in the row's own columns alone: live.end may depend on what
+  // other rows of the tile see.
+  int next = 0;
   if (c + group_cols <= piece.live.end) {
     group(c, sum[0], sum[1]);
     c += group_cols;
+    next = 2;
   }
-  if (c < piece.live.end) store_pair(one(c, sum[2]), set(0.0f), p + c, 0);
+  if (c < piece.live.end) store_pair(one(c, sum[next]), set(0.0f), p + c, 0);
   zero_rest(piece, p);
   return hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3]));
 }
@@ -173,7 +177,7 @@ HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scra
 // scores are made and the values of the tile before are added while its exponentials are: first the values,
 // whose p lies where the scores are to go.
 HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch, Range live,
-                         Range block, OperandB k, OperandB v) {
+                         Range block, OperandB k, OperandB v, Ahead ahead) {
   const auto scores_of = [&](Range tile, Range cols, float* s) {
     const std::int64_t r = tile.begin - live.begin;
     return Product<Into::overwrite>(tile.size(), cols.size(), scratch.depth,
@@ -190,8 +194,8 @@ HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const Forward
   Product<Into::overwrite> scores;
   Product<Into::scaled_add> values;
   const auto advance = [&](std::int64_t steps) HWY_ATTR {
-    for (; steps > 0 && values.steps() > 0; --steps) values.step();
-    for (; steps > 0 && scores.steps() > 0; --steps) scores.step();
+    for (; steps > 0 && values.steps() > 0; --steps) values.step(ahead);
+    for (; steps > 0 && scores.steps() > 0; --steps) scores.step(ahead);
   };
   const auto finish = [&]() HWY_ATTR { advance(values.steps() + scores.steps()); };
 
@@ -200,8 +204,9 @@ HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const Forward
   std::int64_t i = live.begin;
   const auto next_tile = [&] {  // that sees some of the block; empty after the last
     for (tile = {}; i < live.end && tile.empty(); i += forward_tiles.tile_m) {
-      cols = columns_of(mask, block, {i, std::min<long long>(i + forward_tiles.tile_m, live.end)});
-      if (!cols.empty()) tile = {i, std::min<long long>(i + forward_tiles.tile_m, live.end)};
+      const Range rows{i, std::min<long long>(i + forward_tiles.tile_m, live.end)};
+      cols = columns_of(mask, block, rows);
+      if (!cols.empty()) tile = rows;
     }
     if (!tile.empty()) scores = scores_of(tile, cols, scratch.s[side]);
   };
@@ -265,7 +270,10 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
     const OperandB k = b_transposed(k_rows.data, k_rows.ld, scratch.depth, block_n, scratch.k_operand);
     const OperandB v = b_rows(v_rows.data, v_rows.ld, block_n, scratch.value_cols, scratch.v_operand);
 
-    attend(scoring, mask, scratch, live, block, k, v);
+    const Range next{block.end, std::min<long long>({key + 2 * block_n, keys.end, sequence.seqlen_k})};
+    attend(scoring, mask, scratch, live, block, k, v,
+           Ahead(problem.k, problem.v, b, sequence.k_begin + next.begin, kv_head, next.size(),
+                 problem.head_dim, problem.head_dim_v));
   }
   finish_rows(problem, scratch, sequence, b, h, rows, scoring.exponent_scale());
 }

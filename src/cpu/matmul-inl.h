@@ -23,7 +23,9 @@ using Rows = RowsOf<Element>;
 constexpr int micro_rows = 6;
 constexpr int micro_vectors = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;
 constexpr std::int64_t micro_cols = micro_vectors * lanes;
-constexpr std::int64_t panel_bytes = 24576;  // of B, that all rows pass over
+constexpr std::int64_t panel_bytes = 32768;  // of B, that all rows pass over
+// A product of at most this depth is one chain of additions.
+constexpr std::int64_t uncut_depth = panel_bytes / (micro_cols * static_cast<std::int64_t>(sizeof(float)));
 
 constexpr std::int64_t row_unit = 1;      // tiles have room for their rows rounded up to this
 constexpr std::int64_t col_unit = lanes;  // and for their columns: what is spare there is zero
@@ -117,7 +119,7 @@ constexpr auto microkernels =
 // One stretch of the depth.
 template <Into into, Along along>
 HWY_INLINE void multiply_stretch(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
-                                 OperandB b, float* c, std::int64_t c_row, const float* scale) {
+                                 OperandB b, float* c, std::int64_t c_row, const float* scale, Ahead& ahead) {
   for (std::int64_t col = 0; col < cols; col += micro_cols) {
     const float* panel = b.data + col / micro_cols * b.panel;
     const std::int64_t vectors = std::min(cols - col, micro_cols) / lanes;
@@ -127,6 +129,7 @@ HWY_INLINE void multiply_stretch(std::int64_t rows, std::int64_t cols, std::int6
           microkernels<into, along>[static_cast<std::size_t>((count - 1) * micro_vectors + vectors - 1)];
       kernel(a.at(r, 0), a.stride, panel, b.row, c + r * c_row + col, c_row, depth,
              scale == nullptr ? nullptr : scale + r);
+      ahead.fetch();
     }
   }
 }
@@ -135,41 +138,40 @@ HWY_INLINE void multiply_stretch(std::int64_t rows, std::int64_t cols, std::int6
 // so that the panel of B which all rows pass over stays in the first-level cache.
 template <Into into>
 HWY_INLINE void multiply_tiles(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a,
-                               OperandB b, float* c, std::int64_t c_row, const float* scale = nullptr) {
-  constexpr std::int64_t stretch = panel_bytes / (micro_cols * static_cast<std::int64_t>(sizeof(float)));
-  for (std::int64_t k = 0; k < depth; k += stretch) {
-    const std::int64_t some = std::min(depth - k, stretch);
+                               OperandB b, float* c, std::int64_t c_row, Ahead& ahead,
+                               const float* scale = nullptr) {
+  for (std::int64_t k = 0; k < depth; k += uncut_depth) {
+    const std::int64_t some = std::min(depth - k, uncut_depth);
     const OperandA ak{a.at(0, k), a.stride, a.along};
     const OperandB bk{b.data + k * b.row, b.row, b.panel};
     if constexpr (into == Into::add) {  // the one that is used with both
       if (a.along == Along::rows) {
-        multiply_stretch<Into::add, Along::rows>(rows, cols, some, ak, bk, c, c_row, nullptr);
+        multiply_stretch<Into::add, Along::rows>(rows, cols, some, ak, bk, c, c_row, nullptr, ahead);
         continue;
       }
     }
     if (k == 0) {
-      multiply_stretch<into, Along::depth>(rows, cols, some, ak, bk, c, c_row, scale);
+      multiply_stretch<into, Along::depth>(rows, cols, some, ak, bk, c, c_row, scale, ahead);
     } else {
-      multiply_stretch<Into::add, Along::depth>(rows, cols, some, ak, bk, c, c_row, nullptr);
+      multiply_stretch<Into::add, Along::depth>(rows, cols, some, ak, bk, c, c_row, nullptr, ahead);
     }
   }
 }
 
 // A product in steps: one step here, since there is no second unit to run beside.
 constexpr bool overlaps = false;
+constexpr std::int64_t product_rows = 1024;  // at most; any number would do
 
 template <Into into>
 class Product {
  public:
-  static constexpr std::int64_t max_rows = 1024;
-
   Product() = default;
   Product(std::int64_t rows, std::int64_t cols, std::int64_t depth, OperandA a, OperandB b, float* c,
           std::int64_t c_row, const float* scale = nullptr)
       : rows_(rows), cols_(cols), depth_(depth), a_(a), b_(b), c_(c), c_row_(c_row), scale_(scale) {}
   [[nodiscard]] std::int64_t steps() const { return rows_ > 0 ? 1 : 0; }
-  HWY_INLINE void step() {
-    multiply_tiles<into>(rows_, cols_, depth_, a_, b_, c_, c_row_, scale_);
+  HWY_INLINE void step(Ahead& ahead) {
+    multiply_tiles<into>(rows_, cols_, depth_, a_, b_, c_, c_row_, ahead, scale_);
     rows_ = 0;
   }
 

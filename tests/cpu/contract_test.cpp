@@ -70,6 +70,34 @@ TEST_P(Contract, RunsInAForkedChild) {
   EXPECT_EQ(run_both(tensors), before) << "in the parent, after the fork";
 }
 
+// A row's bits do not depend on the rows that share its tile: decoding token by token gives what the whole
+// prompt gave.
+TEST_P(Contract, ARowAloneHasTheBitsOfTheRowInItsTile) {
+  for (const char* option : {"causal=1", "causal=1 window_left=63", "causal=1 window_left=100 alibi=1"}) {
+    Tensors whole(
+        forced(parsed(std::string("seqlen_q=290 seqlen_k=290 num_heads_q=2 num_heads_k=1 head_dim=48 "
+                                  "head_dim_v=48 ") +
+                      option)));
+    (void)run_both(whole);
+    const Forward call = whole.forward_call();
+    for (std::int64_t i = 0; i < 290; ++i) {
+      const Tensor row_o = slice(call.o, 1, i, 1), row_lse = slice(call.lse, 2, i, 1);
+      const Owned o(row_o), lse(row_lse);
+      const Forward alone{slice(call.q, 1, i, 1),
+                          slice(call.k, 1, 0, i + 1),
+                          slice(call.v, 1, 0, i + 1),
+                          o.tensor,
+                          lse.tensor,
+                          call.options,
+                          {}};
+      const Status status = run_call<Forward>(alone, forward);
+      ASSERT_TRUE(status.ok()) << status.message();
+      ASSERT_EQ(differences(o.tensor, row_o), 0) << option << ", row " << i;
+      ASSERT_EQ(differences(lse.tensor, row_lse), 0) << option << ", row " << i;
+    }
+  }
+}
+
 // Runs one sequence of a batch by itself and expects the bits that the whole batch gave. part(t, of_k) cuts
 // the sequence out of a tensor of tokens, part_lse out of lse.
 template <class Part, class PartLse>
