@@ -26,6 +26,15 @@ std::string compiler() {
 #endif
 }
 
+// Two macros since DLPack 1.0, before, one number: a hundred times the version.
+std::string dlpack_version() {
+#if defined(DLPACK_MAJOR_VERSION)
+  return std::to_string(DLPACK_MAJOR_VERSION) + "." + std::to_string(DLPACK_MINOR_VERSION);
+#else
+  return std::to_string(DLPACK_VERSION / 100) + "." + std::to_string(DLPACK_VERSION / 10 % 10);
+#endif
+}
+
 nlohmann::json collect() {
   nlohmann::json list = nlohmann::json::array();
   for (const KernelInfo& kernel : kernels()) {
@@ -36,7 +45,7 @@ nlohmann::json collect() {
   }
   return {{"version", version()},
           {"abi_version", tessera_abi_version()},
-          {"dlpack_version", DLPACK_VERSION},
+          {"dlpack_version", dlpack_version()},
           {"compiler", compiler()},
           {"threads", resolve_threads(0)},
           {"devices",
@@ -50,8 +59,8 @@ nlohmann::json collect() {
 
 void print_text(const nlohmann::json& info) {
   const auto text = [&](const char* key) { return info[key].get<std::string>(); };
-  std::printf("tessera %s (C ABI %d, DLPack %d), built by %s\n\n", text("version").c_str(),
-              info["abi_version"].get<int>(), info["dlpack_version"].get<int>(), text("compiler").c_str());
+  std::printf("tessera %s (C ABI %d, DLPack %s), built by %s\n\n", text("version").c_str(),
+              info["abi_version"].get<int>(), text("dlpack_version").c_str(), text("compiler").c_str());
   const auto& cpu = info["devices"][0];
   std::printf("cpu: %s, %d cores, %s, %s of memory available; calls use %d threads\n\n",
               cpu["model"].get<std::string>().c_str(), cpu["cores"].get<int>(),
