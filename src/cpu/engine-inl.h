@@ -1,5 +1,6 @@
 // The matmul of this object: AMX tiles or float vectors. Either defines Element, the units to which tiles are
-// padded, OperandA and OperandB and the functions that make them, and multiply_tiles<Into>.
+// padded, OperandA and OperandB and the functions that make them, multiply_tiles<Into>, and Product<Into>,
+// which does the same in steps.
 #pragma once
 
 #include <cstddef>

@@ -173,9 +173,9 @@ HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scra
   });
 }
 
-// One block of keys and all row tiles that see some of it. Where products overlap with softmax, each tile's
-// scores are made and the values of the tile before are added while its exponentials are: first the values,
-// whose p lies where the scores are to go.
+// One block of keys and all row tiles that see some of it: scores, softmax, values, tile by tile. Where
+// products overlap with softmax, two others run between the rows of a tile's softmax: acc_o += p v of the
+// tile before, and then s = q kᵀ of the next one, which goes where that p lay.
 HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch, Range live,
                          Range block, OperandB k, OperandB v, Ahead ahead) {
   const auto scores_of = [&](Range tile, Range cols, float* s) {

@@ -1,6 +1,6 @@
 // The matrix products of attention on float tiles: one microkernel, rows x vectors of accumulators held in
-// registers, its A operand read by broadcast at any strides (so that P and its transpose are the same
-// memory), its B operand read as vectors.
+// registers, its A operand read by broadcast along its rows or its depth (so that P and its transpose are the
+// same memory), its B operand read as vectors.
 //
 // This file and amx-inl.h define the same vocabulary (engine-inl.h), one of them is compiled into an object.
 #pragma once
@@ -18,8 +18,7 @@ using Element = float;  // of the operands
 using Rows = RowsOf<Element>;
 
 // Accumulators fill the registers, 24 of AVX-512's and NEON's 32, 12 of the 16 that AVX2 has, in the shape
-// that needs the fewest loads: a thread that shares its core with another has half of its instructions a
-// cycle.
+// that needs the fewest instructions (NOTES.md).
 constexpr int micro_rows = 6;
 constexpr int micro_vectors = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;
 constexpr std::int64_t micro_cols = micro_vectors * lanes;

@@ -135,18 +135,6 @@ class Comparison {
   Verdict& verdict_;
 };
 
-template <class Call>
-Status run_call(Call call, Status (*function)(const Call&)) {
-  const Result<std::size_t> bytes = workspace_size(call);
-  if (!bytes.ok()) return bytes.status();
-  Scratch scratch(bytes.value());
-  call.workspace = scratch.workspace();
-  Status status = function(call);
-  if (status.ok() && !scratch.guards_intact())
-    return {Code::internal, "memory around the workspace was overwritten"};
-  return status;
-}
-
 // False, with the reason, if the call failed or another kernel than the forced one ran.
 bool runs(const Tensors& tensors, Direction direction, Verdict& verdict) {
   const char* what = direction == Direction::forward ? "forward" : "backward";

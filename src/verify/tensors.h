@@ -84,6 +84,19 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
+// With a workspace of its own, poisoned and between guards.
+template <class Call>
+Status run_call(Call call, Status (*function)(const Call&)) {
+  const Result<std::size_t> bytes = workspace_size(call);
+  if (!bytes.ok()) return bytes.status();
+  Scratch scratch(bytes.value());
+  call.workspace = scratch.workspace();
+  Status status = function(call);
+  if (status.ok() && !scratch.guards_intact())
+    return {Code::internal, "memory around the workspace was overwritten"};
+  return status;
+}
+
 // All the memory of a case. Inputs are random; padding (rows beyond seqused, behind the last packed sequence)
 // is NaN; outputs are poisoned.
 struct Tensors {

@@ -129,16 +129,6 @@ inline Tensor slice(Tensor tensor, int dimension, std::int64_t begin, std::int64
   return tensor;
 }
 
-// With a workspace of its own.
-template <class Call>
-Status run_call(Call call, Status (*function)(const Call&)) {
-  const Result<std::size_t> bytes = workspace_size(call);
-  if (!bytes.ok()) return bytes.status();
-  Scratch scratch(bytes.value());
-  call.workspace = scratch.workspace();
-  return function(call);
-}
-
 inline std::string kernel_name(const testing::TestParamInfo<KernelInfo>& info) {
   std::string name = info.param.name;
   std::replace_if(
