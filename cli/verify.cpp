@@ -1,7 +1,5 @@
 // tessera verify: random cases of all options against the oracle. Everything follows from the seed, and a
 // case that fails prints the line that repeats it alone.
-#include <unistd.h>
-
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -9,6 +7,7 @@
 
 #include "cli/command.h"
 #include "cli/flags.h"
+#include "cli/progress.h"
 #include "cli/timing.h"
 #include "verify/judge.h"
 
@@ -22,29 +21,6 @@ struct VerifyFlags {
   int threads = 0;
   std::string only;  // one case, as a failure printed it
   bool json = false;
-};
-
-// On a terminal one line that is drawn over and over; elsewhere nothing.
-class Progress {
- public:
-  Progress(int total, bool silent) : total_(total), shown_(!silent && isatty(STDERR_FILENO) != 0) {}
-
-  void show(int done, int failed) const {
-    if (!shown_) return;
-    constexpr int width = 40;
-    const int filled = total_ == 0 ? width : width * done / total_;
-    const std::string bar = std::string(static_cast<std::size_t>(filled), '#') +
-                            std::string(static_cast<std::size_t>(width - filled), '.');
-    std::fprintf(stderr, "\r[%s] %d/%d, %d failed", bar.c_str(), done, total_, failed);
-    std::fflush(stderr);
-  }
-  void clear() const {
-    if (shown_) std::fprintf(stderr, "\r\033[K");
-  }
-
- private:
-  int total_;
-  bool shown_;
 };
 
 std::string repeat_line(const verify::Case& c) {
@@ -78,7 +54,7 @@ std::vector<verify::Case> cases_of(const VerifyFlags& flags) {
     for (int i = 0; i < flags.cases; ++i) cases.push_back(verify::random_case(random));
   }
   for (verify::Case& c : cases) {
-    if (!flags.kernel.empty()) c.kernel = flags.kernel;
+    if (!flags.kernel.empty()) c = verify::forced(c, flags.kernel);
     if (flags.threads != 0) c.threads = flags.threads;
   }
   return cases;

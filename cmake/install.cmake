@@ -4,6 +4,10 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/tessera DESTINATION ${CMAKE_INST
 install(TARGETS tessera EXPORT tessera-targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(TESSERA_CUDA)
+  # Where tessera-pack was run: beside the library, which looks for it there.
+  install(FILES $<TARGET_FILE_DIR:tessera>/tessera.pack DESTINATION ${CMAKE_INSTALL_LIBDIR} OPTIONAL)
+endif()
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
 install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${package_dir})
@@ -16,6 +20,9 @@ install(FILES ${PROJECT_BINARY_DIR}/tessera-config.cmake ${PROJECT_BINARY_DIR}/t
 
 # A static library hands the libraries it needs on to whoever links it.
 set(pc_private_libs "-pthread -lstdc++")
+if(TESSERA_CUDA)
+  string(APPEND pc_private_libs " -lzstd -ldl")
+endif()
 if(BUILD_SHARED_LIBS)
   set(pc_libs "-ltessera")
 else()

@@ -1,0 +1,2 @@
+// Stands in for CuTe's printing helpers: the instruction layer prints nothing.
+#pragma once
