@@ -28,6 +28,13 @@ Status execute(const Call& call) {
 }
 
 template <class Call>
+Status prepare_call(const Call& call) {
+  const Result<Problem> problem = validate(call, Pointers::optional);
+  if (!problem.ok()) return problem.status();
+  return prepare_problem(problem.value(), forced_kernel(call.options));
+}
+
+template <class Call>
 Result<std::size_t> size_workspace(const Call& call) {
   const Result<Problem> problem = validate(call, Pointers::optional);
   if (!problem.ok()) return problem.status();
@@ -78,6 +85,9 @@ Tensor::Tensor(const DLTensor& tensor) : data(tensor.data), dtype(tensor.dtype),
 Status forward(const Forward& call) { return execute(call); }
 Status backward(const Backward& call) { return execute(call); }
 
+Status prepare(const Forward& call) { return prepare_call(call); }
+Status prepare(const Backward& call) { return prepare_call(call); }
+
 Result<std::size_t> workspace_size(const Forward& call) { return size_workspace(call); }
 Result<std::size_t> workspace_size(const Backward& call) { return size_workspace(call); }
 
@@ -88,7 +98,7 @@ std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> list;
   for (const Kernel& kernel : all_kernels()) {
     std::string reason = kernel.unavailable();
-    list.push_back({kernel.name, kernel.description, reason.empty(), std::move(reason)});
+    list.push_back({kernel.name, kernel.description, kernel.device, reason.empty(), std::move(reason)});
   }
   return list;
 }

@@ -128,6 +128,7 @@ Status read_options(const tessera_options* given, Options& out) {
   out.deterministic = c.deterministic != 0;
   if (c.kernel != nullptr) out.kernel = c.kernel;
   out.num_threads = c.num_threads;
+  out.stream = c.stream;
   return read_tensors({{"alibi_slopes", c.alibi_slopes, &out.alibi_slopes},
                        {"bias", c.bias, &out.bias},
                        {"sinks", c.sinks, &out.sinks},
@@ -172,6 +173,14 @@ Status read(const tessera_backward_args* args, Backward& out) {
                        {"dsinks", c.dsinks, &out.dsinks}});
 }
 
+// forward, backward or prepare.
+template <class Call, class Args>
+Status pass_to(Status (*function)(const Call&), const Args* args) {
+  Call call;
+  Status status = read(args, call);
+  return status.ok() ? function(call) : status;
+}
+
 template <class Call, class Args>
 Status workspace_size_of(const Args* args, std::size_t* bytes) {
   if (bytes == nullptr) return invalid("bytes", "null", "a place for the size");
@@ -202,19 +211,19 @@ Status explain_into(const Args* args, char* buffer, std::size_t* size) {
 extern "C" {
 
 tessera_code tessera_forward(const tessera_forward_args* args) {
-  return tessera::guarded([&] {
-    tessera::Forward call;
-    tessera::Status status = tessera::read(args, call);
-    return status.ok() ? tessera::forward(call) : status;
-  });
+  return tessera::guarded([&] { return tessera::pass_to(tessera::forward, args); });
 }
 
 tessera_code tessera_backward(const tessera_backward_args* args) {
-  return tessera::guarded([&] {
-    tessera::Backward call;
-    tessera::Status status = tessera::read(args, call);
-    return status.ok() ? tessera::backward(call) : status;
-  });
+  return tessera::guarded([&] { return tessera::pass_to(tessera::backward, args); });
+}
+
+tessera_code tessera_prepare_forward(const tessera_forward_args* args) {
+  return tessera::guarded([&] { return tessera::pass_to<tessera::Forward>(tessera::prepare, args); });
+}
+
+tessera_code tessera_prepare_backward(const tessera_backward_args* args) {
+  return tessera::guarded([&] { return tessera::pass_to<tessera::Backward>(tessera::prepare, args); });
 }
 
 tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes) {

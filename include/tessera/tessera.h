@@ -55,11 +55,12 @@ typedef struct tessera_options {
   const DLTensor* cu_seqlens_k;
   const DLTensor* seqused_q;
   const DLTensor* seqused_k;
-  int64_t max_seqlen_q; /* 0: the longest sequence */
+  int64_t max_seqlen_q; /* 0: the longest sequence; on a GPU the total */
   int64_t max_seqlen_k;
   const char* kernel; /* NULL: the first that fits */
   int32_t num_threads;
   int32_t reserved;
+  void* stream; /* CUDA stream of the work; NULL: the default stream */
 } tessera_options;
 
 typedef struct tessera_forward_args {
@@ -115,6 +116,10 @@ static inline void tessera_backward_args_init(tessera_backward_args* args) {
 
 TESSERA_EXPORT tessera_code tessera_forward(const tessera_forward_args* args);
 TESSERA_EXPORT tessera_code tessera_backward(const tessera_backward_args* args);
+
+/* As tessera::prepare(): compiles and loads what the call needs, and runs nothing. */
+TESSERA_EXPORT tessera_code tessera_prepare_forward(const tessera_forward_args* args);
+TESSERA_EXPORT tessera_code tessera_prepare_backward(const tessera_backward_args* args);
 
 TESSERA_EXPORT tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes);
 TESSERA_EXPORT tessera_code tessera_backward_workspace_size(const tessera_backward_args* args, size_t* bytes);

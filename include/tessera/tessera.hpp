@@ -114,10 +114,12 @@ struct Options {
   std::uint64_t offset = 0;           // below 2^36
   Tensor cu_seqlens_q, cu_seqlens_k;  // int32 (batch + 1): q, k, v, o are packed (total, heads, dim)
   Tensor seqused_q, seqused_k;        // int32 (batch)
-  std::optional<std::int64_t> max_seqlen_q, max_seqlen_k;  // packed only; default: the longest sequence
+  // Packed only; default: the longest sequence, on a GPU (whose memory the host does not read) the total.
+  std::optional<std::int64_t> max_seqlen_q, max_seqlen_k;
   bool deterministic = false;  // backward bitwise repeatable (the CPU's always is)
   std::string kernel;          // force a kernel by name; empty: the first of kernels() that fits
   int num_threads = 0;         // CPU; 0: TESSERA_NUM_THREADS, else every core of the process
+  void* stream = nullptr;      // CUDA stream of the work; null: the default stream
 };
 
 struct Workspace {
@@ -150,11 +152,18 @@ struct Backward {
 [[nodiscard]] TESSERA_EXPORT Status forward(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Status backward(const Backward& call);
 
+// Compiles and loads what the call needs and runs nothing: afterwards the call compiles nothing, and is safe
+// under CUDA-graph capture. Neither the workspace nor any tensor's memory is looked at, but which kernel fits
+// may depend on the alignment of addresses. CPU kernels have nothing to prepare.
+[[nodiscard]] TESSERA_EXPORT Status prepare(const Forward& call);
+[[nodiscard]] TESSERA_EXPORT Status prepare(const Backward& call);
+
 // Bytes of workspace the call needs, 0 included. The workspace itself is not looked at.
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Backward& call);
 
-// What would run, and why. Data pointers are read only for cu_seqlens and seqused.
+// What would run, and why. Data pointers are read only for cu_seqlens and seqused, and on a GPU not even
+// there: its sequences are counted as if they were equally long and fully used.
 struct Explanation {
   struct Refusal {
     std::string kernel;
@@ -167,6 +176,12 @@ struct Explanation {
   double dense_flops = 0;  // as if nothing were masked
   double bytes = 0;        // every tensor once, and the workspace once
   std::size_t workspace = 0;
+  // Of a GPU kernel, else 0 and empty.
+  int registers = 0;               // a thread
+  std::int64_t shared_memory = 0;  // bytes a block
+  double occupancy = 0;            // share of a multiprocessor's warps
+  std::string cubin;               // where it came from: "pack", "cache" or "compiled"
+  double cubin_seconds = 0;        // that getting it took
   std::vector<Refusal> refusals;
 
   [[nodiscard]] TESSERA_EXPORT std::string to_string() const;
@@ -179,6 +194,7 @@ struct Explanation {
 struct KernelInfo {
   std::string name;
   std::string description;
+  std::string device;      // of the tensors it takes: "cpu" or "cuda"
   bool available = false;  // on this machine
   std::string why_not;     // if not
 };

@@ -24,8 +24,13 @@ struct Kernel {
   // Why it does not take this problem (on a machine that can run it); empty: it does.
   std::string (*why_not)(const Problem&);
   Plan (*plan)(const Problem&);
-  // workspace has plan(problem).workspace bytes, at any address.
+  // workspace has plan(problem).workspace bytes, at any address (a GPU's: at a multiple of 256).
   Status (*run)(const Problem&, const Plan&, void* workspace);
+  // Compiles and loads what run() needs; null: there is nothing to do.
+  Status (*prepare)(const Problem&, const Plan&) = nullptr;
+  // Adds to an explanation what loading the kernel tells; null: there is nothing to add.
+  void (*describe)(const Problem&, Explanation&) = nullptr;
+  const char* device = "cpu";  // where its tensors lie: "cpu" or "cuda"
 };
 
 }  // namespace tessera

@@ -35,14 +35,34 @@ using Extents = std::array<std::int64_t, Tensor::max_rank>;
 }
 
 [[nodiscard]] inline std::string device_text(DLDevice device) {
-  if (device.device_type == kDLCPU) return "cpu";
-  const std::string type =
-      device.device_type == kDLCUDA ? "cuda" : "type " + std::to_string(device.device_type);
-  return type + ":" + std::to_string(device.device_id);
+  std::string text;
+  switch (device.device_type) {
+    case kDLCPU:
+      return "cpu";
+    case kDLCUDA:
+      text = "cuda";
+      break;
+    case kDLCUDAManaged:
+      text = "cuda_managed";
+      break;
+    case kDLCUDAHost:
+      text = "cuda_host";
+      break;
+    default:
+      text = "type " + std::to_string(device.device_type);
+  }
+  return text.append(":").append(std::to_string(device.device_id));
+}
+
+// There is one CPU, and managed memory of a GPU is as good as its own.
+[[nodiscard]] inline DLDevice normal_device(DLDevice device) {
+  if (device.device_type == kDLCPU) return {kDLCPU, 0};
+  return {device.device_type == kDLCUDAManaged ? kDLCUDA : device.device_type, device.device_id};
 }
 
 [[nodiscard]] inline bool same_device(DLDevice a, DLDevice b) {
-  return a.device_type == b.device_type && (a.device_type == kDLCPU || a.device_id == b.device_id);
+  const DLDevice one = normal_device(a), other = normal_device(b);
+  return one.device_type == other.device_type && one.device_id == other.device_id;
 }
 
 [[nodiscard]] inline DLDataType dlpack_type(DType dtype) {

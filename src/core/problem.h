@@ -52,13 +52,15 @@ enum class Direction : std::uint8_t { forward, backward };
 
 struct Problem {
   Direction direction = Direction::forward;
-  DLDevice device{kDLCPU, 0};
+  DLDevice device{kDLCPU, 0};    // of type kDLCPU or kDLCUDA; the host reads no memory of the latter
+  void* stream = nullptr;        // CUDA
   DType dtype = DType::float32;  // of q, k, v
 
   std::int64_t batch = 0;
   std::int64_t num_heads_q = 0, num_heads_k = 0, group_size = 1;
   std::int64_t head_dim = 0, head_dim_v = 0;
-  std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of any sequence, seqused not applied
+  // Of any sequence, seqused not applied. On a GPU what the caller says, or else rows_q and rows_k: bounds.
+  std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool packed = false;
   // Extent of the sequence dimension of q and k: seqlen, or the totals when packed. Rows from
   // cu_seqlens[batch] up to the total belong to no sequence: padding.
@@ -87,19 +89,22 @@ struct Problem {
   bool deterministic = false;
   int num_threads = 1;
 
+  [[nodiscard]] bool on_host() const { return device.device_type == kDLCPU; }
+  // These three read memory: only where it is on_host().
   [[nodiscard]] Sequence sequence(std::int64_t b) const;
-  [[nodiscard]] Mask mask(const Sequence& sequence) const;
   [[nodiscard]] float alibi_slope(std::int64_t b, std::int64_t h) const {
     return alibi_slopes == nullptr ? 0.0f : alibi_slopes[b * alibi_batch + h * alibi_head];
   }
   [[nodiscard]] float sink(std::int64_t h) const;  // only with sinks
+
+  [[nodiscard]] Mask mask(const Sequence& sequence) const;
 };
 
 // Everything docs/semantics.md calls bad input is found here, before anything is written. The workspace and
 // the choice of kernel are dispatch's.
 //
 // Pointers::optional is for calls that only plan (workspace_size, explain): a null data pointer passes,
-// except of cu_seqlens and seqused, which are read.
+// except of cu_seqlens and seqused in host memory, which are read.
 enum class Pointers : std::uint8_t { required, optional };
 [[nodiscard]] Result<Problem> validate(const Forward& call, Pointers pointers = Pointers::required);
 [[nodiscard]] Result<Problem> validate(const Backward& call, Pointers pointers = Pointers::required);

@@ -2,7 +2,8 @@
 //
 // The tensors of a call stand in one table (core/arguments.h), and what holds for every tensor of its kind is
 // checked along it: presence, device, dtype, rank, strides, pointer. Only then do the checks that relate
-// arguments to each other run, and those that read cu_seqlens and seqused.
+// arguments to each other run, and those that read cu_seqlens and seqused. Of a GPU's tensors nothing is
+// read.
 //
 // Every check is a bool: `a() && b()` stops at the first fault, which fail() has put into the status.
 #include <algorithm>
@@ -147,10 +148,9 @@ bool Validator::devices() {
                   "q's " + device_text(problem.device));
     }
   }
-  if (problem.device.device_type == kDLCPU) return true;
-  status = Status(Code::unsupported, "q.device: " + device_text(problem.device) +
-                                         ", expected cpu: this build has no GPU backend yet");
-  return false;
+  const DLDevice device = std::exchange(problem.device, normal_device(problem.device));
+  if (problem.on_host() || problem.device.device_type == kDLCUDA) return true;
+  return fail("q.device", device_text(device), "cpu or cuda");
 }
 
 bool Validator::each_tensor() {
@@ -223,7 +223,7 @@ bool Validator::pointer(const Argument& argument) {
   if (!has_elements(tensor)) return true;
   const std::string name = argument.name + std::string(".data");
   if (tensor.data == nullptr) {
-    const bool read_here = argument.types == Types::int32;
+    const bool read_here = argument.types == Types::int32 && problem.on_host();
     return (pointers_ == Pointers::optional && !read_here) || fail(name, "null", "an address");
   }
   const std::uintptr_t size = tensor.dtype.bits / 8u;
@@ -267,6 +267,7 @@ bool Validator::scalars() {
   problem.dropout = Dropout::make(p, options_.seed, options_.offset);
   problem.alignment = options_.alignment;
   problem.deterministic = options_.deterministic;
+  problem.stream = options_.stream;
   if (!threads()) return false;
   if (!window("window_left", options_.window_left, problem.window_left)) return false;
   if (!window("window_right", options_.window_right, problem.window_right)) return false;
@@ -357,7 +358,7 @@ bool Validator::sizes(const Tensor& q, const Tensor& k, const Tensor& v) {
   return within("v", v, dim, "head_dim_v", 1, max_head_dim);
 }
 
-// --- the lengths: here the host reads memory ---
+// --- the lengths: here the host reads memory, if it is its own ---
 
 bool Validator::sequences() {
   if (problem.packed &&
@@ -377,6 +378,7 @@ bool Validator::cumulative(const char* name, const Tensor& tensor, const char* t
                            const std::int32_t*& out) {
   if (!shape(name, tensor, {problem.batch + 1})) return false;
   out = static_cast<const std::int32_t*>(tensor.data);
+  if (!problem.on_host()) return true;
   const auto element = [&](std::int64_t i) {
     std::string text = name;
     return text.append("[").append(std::to_string(i)).append("]");
@@ -399,12 +401,17 @@ bool Validator::longest(const char* name, const char* cu_name, const std::option
   if (!problem.packed && given)
     return fail(name, std::to_string(*given), std::string("only with ") + cu_name);
   if (!problem.packed) return true;
-  out = 0;
-  for (std::int64_t b = 0; b < problem.batch; ++b) out = std::max<std::int64_t>(out, cu[b + 1] - cu[b]);
-  if (!given) return true;
-  const std::int64_t found = std::exchange(out, *given);
-  if (*given < found) {
-    return fail(name, std::to_string(*given), "at least " + std::to_string(found) + ", the longest sequence");
+  std::int64_t found = 0;
+  for (std::int64_t b = 0; problem.on_host() && b < problem.batch; ++b)
+    found = std::max<std::int64_t>(found, cu[b + 1] - cu[b]);
+  if (!given) {
+    if (problem.on_host()) out = found;
+    return true;
+  }
+  out = *given;
+  if (*given < found || *given < 0) {
+    const char* of = problem.on_host() ? ", the longest sequence" : "";
+    return fail(name, std::to_string(*given), "at least " + std::to_string(found) + of);
   }
   return *given <= max_rows || fail(name, std::to_string(*given), "at most " + std::to_string(max_rows));
 }
@@ -413,7 +420,7 @@ bool Validator::used(const char* name, const Tensor& tensor, bool of_q, const st
   if (!tensor.given()) return true;
   if (!shape(name, tensor, {problem.batch})) return false;
   const auto* lengths = static_cast<const std::int32_t*>(tensor.data);
-  for (std::int64_t b = 0; b < problem.batch; ++b) {
+  for (std::int64_t b = 0; problem.on_host() && b < problem.batch; ++b) {
     const Sequence sequence = problem.sequence(b);
     const std::int64_t allocated = of_q ? sequence.allocated_q : sequence.allocated_k;
     if (lengths[b] < 0 || lengths[b] > allocated) {
@@ -547,6 +554,10 @@ bool Validator::aliases(const Workspace& workspace) {
   const auto has_memory = [](const Argument& x) { return x.tensor->given() && x.tensor->data != nullptr; };
   const bool looked_at = pointers_ == Pointers::required && workspace.data != nullptr;
   const Footprint scratch(workspace.data, looked_at ? workspace.bytes : 0);
+  if (const std::uintptr_t past = scratch.begin % 256; looked_at && !problem.on_host() && past != 0) {
+    return fail("workspace", "an address " + std::to_string(past) + " past a multiple of 256",
+                "a multiple of 256, as GPU memory is allocated");
+  }
   for (const Argument& argument : table_) {
     if (!has_memory(argument)) continue;
     const Footprint mine(*argument.tensor);

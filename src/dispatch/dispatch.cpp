@@ -3,6 +3,9 @@
 #include <cstdlib>
 
 #include "cpu/kernels.h"
+#if defined(TESSERA_CUDA)
+#include "cuda/launch/kernels.h"
+#endif
 
 namespace tessera {
 namespace {
@@ -53,8 +56,14 @@ Status check_workspace(const Workspace& workspace, std::size_t need) {
 }  // namespace
 
 std::vector<Kernel> all_kernels() {
+  std::vector<Kernel> all;
+#if defined(TESSERA_CUDA)
+  const std::span<const Kernel> cuda = cuda::kernels();
+  all.insert(all.end(), cuda.begin(), cuda.end());
+#endif
   const std::span<const Kernel> cpu = cpu::kernels();
-  return {cpu.begin(), cpu.end()};
+  all.insert(all.end(), cpu.begin(), cpu.end());
+  return all;
 }
 
 std::string refusal(const Kernel& kernel, const Problem& problem) {
@@ -97,6 +106,17 @@ Status run(std::span<const Kernel> kernels, const Problem& problem, std::string_
 
 Status run(const Problem& problem, std::string_view forced, const Workspace& workspace) {
   return run(all_kernels(), problem, forced, workspace);
+}
+
+Status prepare_problem(std::span<const Kernel> kernels, const Problem& problem, std::string_view forced) {
+  const Result<Choice> choice = choose(kernels, problem, forced);
+  if (!choice.ok()) return choice.status();
+  const auto& [kernel, plan] = choice.value();
+  return kernel.prepare == nullptr ? Status() : kernel.prepare(problem, plan);
+}
+
+Status prepare_problem(const Problem& problem, std::string_view forced) {
+  return prepare_problem(all_kernels(), problem, forced);
 }
 
 const char* last_kernel_name() { return last_name; }

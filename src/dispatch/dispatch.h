@@ -37,6 +37,11 @@ struct Choice {
 [[nodiscard]] Status run(std::span<const Kernel> kernels, const Problem& problem, std::string_view forced,
                          const Workspace& workspace);
 
+// Chooses, and lets the kernel compile and load what its run will need.
+[[nodiscard]] Status prepare_problem(const Problem& problem, std::string_view forced);
+[[nodiscard]] Status prepare_problem(std::span<const Kernel> kernels, const Problem& problem,
+                                     std::string_view forced);
+
 // The name of the kernel of this thread's last successful run; "" before the first.
 [[nodiscard]] const char* last_kernel_name();
 

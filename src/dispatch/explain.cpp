@@ -23,17 +23,31 @@ Pairs pairs_of(const Problem& problem, const Sequence& sequence) {
   return pairs;
 }
 
+// The host does not read the lengths of a GPU's sequences: as if they were fully used, and packed ones
+// equally long, to within one row.
+Sequence sequence_of(const Problem& problem, std::int64_t b) {
+  if (problem.on_host()) return problem.sequence(b);
+  const auto share = [&](std::int64_t rows) {
+    return problem.packed ? rows * (b + 1) / problem.batch - rows * b / problem.batch : rows;
+  };
+  Sequence s;
+  s.seqlen_q = s.allocated_q = share(problem.rows_q);
+  s.seqlen_k = s.allocated_k = share(problem.rows_k);
+  return s;
+}
+
 Pairs count_pairs(const Problem& problem) {
   // Sequences of a dense batch without seqused are all alike.
-  const bool alike = !problem.packed && problem.seqused_q == nullptr && problem.seqused_k == nullptr;
+  const bool shortened = problem.on_host() && (problem.seqused_q != nullptr || problem.seqused_k != nullptr);
+  const bool alike = !problem.packed && !shortened;
   if (alike) {
-    const Pairs one = problem.batch == 0 ? Pairs{} : pairs_of(problem, problem.sequence(0));
+    const Pairs one = problem.batch == 0 ? Pairs{} : pairs_of(problem, sequence_of(problem, 0));
     const auto batch = static_cast<double>(problem.batch);
     return {one.visible * batch, one.all * batch};
   }
   Pairs sum;
   for (std::int64_t b = 0; b < problem.batch; ++b) {
-    const Pairs one = pairs_of(problem, problem.sequence(b));
+    const Pairs one = pairs_of(problem, sequence_of(problem, b));
     sum.visible += one.visible;
     sum.all += one.all;
   }
@@ -110,6 +124,7 @@ Result<Explanation> explain_problem(std::span<const Kernel> kernels, const Probl
     explanation.block_n = plan.block_n;
     explanation.threads = plan.threads;
     explanation.workspace = plan.workspace;
+    if (choice.value().kernel.describe != nullptr) choice.value().kernel.describe(problem, explanation);
   }
   const Pairs pairs = count_pairs(problem);
   const double flops = static_cast<double>(problem.num_heads_q) * flops_per_pair(problem);
@@ -135,6 +150,12 @@ std::string Explanation::to_string() const {
     text += line("tile", std::to_string(block_m) + " x " + std::to_string(block_n));
     text += line("threads", std::to_string(threads));
   }
+  if (registers > 0) {
+    text += line("registers", std::to_string(registers) + " a thread");
+    text += line("shared", std::to_string(shared_memory) + " bytes a block");
+    text += line("occupancy", number(100 * occupancy, "% of the warps"));
+  }
+  if (!cubin.empty()) text += line("cubin", cubin + ", in " + number(1e3 * cubin_seconds, "ms"));
   text += line("flops", number(flops, "of ") + number(dense_flops, "without the mask"));
   text += line("bytes", number(bytes, "read and written"));
   text += line("workspace", std::to_string(workspace) + " bytes");
@@ -156,6 +177,15 @@ std::string Explanation::to_json() const {
   json["dense_flops"] = dense_flops;
   json["bytes"] = bytes;
   json["workspace"] = workspace;
+  if (registers > 0) {
+    json["registers"] = registers;
+    json["shared_memory"] = shared_memory;
+    json["occupancy"] = occupancy;
+  }
+  if (!cubin.empty()) {
+    json["cubin"] = cubin;
+    json["cubin_seconds"] = cubin_seconds;
+  }
   json["refusals"] = nlohmann::ordered_json::array();
   for (const Refusal& refusal : refusals) {
     json["refusals"].push_back({{"kernel", refusal.kernel}, {"reason", refusal.reason}});

@@ -91,7 +91,7 @@ static void set_up(Call* c) {
   c->forward.options = c->backward.options = &c->options;
 
   c->forward.workspace_bytes = c->backward.workspace_bytes = 1 << 20;
-  c->workspace = aligned_alloc(64, c->forward.workspace_bytes);
+  c->workspace = aligned_alloc(256, c->forward.workspace_bytes);
   c->forward.workspace = c->backward.workspace = c->workspace;
 }
 
@@ -163,6 +163,11 @@ static void test_struct_sizes(void) {
   c.options.struct_size = offsetof(tessera_options, alignment);
   c.options.alignment = 77;
   c.options.dropout_p = 99;
+  CHECK(tessera_forward(&c.forward) == TESSERA_OK && close_to(c.o[0], 2.0));
+  c.options.struct_size = offsetof(tessera_options, stream); /* before GPUs: a stream is not its own either */
+  c.options.alignment = 0;
+  c.options.dropout_p = 0;
+  c.options.stream = &c;
   CHECK(tessera_forward(&c.forward) == TESSERA_OK && close_to(c.o[0], 2.0));
   c.options.struct_size = sizeof(size_t); /* nothing but the size: all defaults, no window included */
   c.options.window_left = -5;
@@ -263,9 +268,29 @@ static void test_bad_arguments(void) {
   CHECK(tessera_forward(&c.forward) == TESSERA_INVALID_ARGUMENT);
   CHECK(strncmp(tessera_last_error(), "kernel: nonesuch, expected one of ", 34) == 0);
   c.options.kernel = NULL;
-  c.t_q.device.device_type = c.t_k.device.device_type = c.t_v.device.device_type = kDLCUDA;
-  c.t_o.device.device_type = c.t_lse.device.device_type = kDLCUDA;
+  /* A GPU that no machine has. */
+  DLTensor* const all[] = {&c.t_q, &c.t_k, &c.t_v, &c.t_o, &c.t_lse};
+  for (size_t i = 0; i < sizeof all / sizeof *all; ++i) {
+    all[i]->device.device_type = kDLCUDA;
+    all[i]->device.device_id = 99;
+  }
   CHECK(tessera_forward(&c.forward) == TESSERA_UNSUPPORTED);
+  CHECK(strncmp(tessera_last_error(), "no kernel takes this call: ", 27) == 0);
+  CHECK(tessera_prepare_forward(&c.forward) == TESSERA_UNSUPPORTED);
+  tear_down(&c);
+}
+
+static void test_prepare(void) {
+  Call c;
+  set_up(&c);
+  CHECK(tessera_prepare_forward(&c.forward) == TESSERA_OK &&
+        tessera_prepare_backward(&c.backward) == TESSERA_OK);
+  for (int i = 0; i < ROWS * HEADS * DIM; ++i) CHECK(c.o[i] == 0 && c.dq[i] == 0); /* nothing ran */
+  c.forward.workspace = NULL;                                                      /* nor is it needed */
+  CHECK(tessera_prepare_forward(&c.forward) == TESSERA_OK);
+  c.t_q.ndim = 3;
+  CHECK_INVALID(tessera_prepare_backward(&c.backward), "q: rank 3, expected 4");
+  CHECK_INVALID(tessera_prepare_forward(NULL), "args: null, expected a tessera_forward_args");
   tear_down(&c);
 }
 
@@ -318,6 +343,7 @@ int main(void) {
   test_backward();
   test_struct_sizes();
   test_bad_arguments();
+  test_prepare();
   test_explain();
   test_errors_per_thread();
   if (failures != 0) fprintf(stderr, "%d checks failed\n", failures);

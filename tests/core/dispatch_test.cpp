@@ -148,6 +148,23 @@ TEST(Dispatch, ChecksTheWorkspace) {
   EXPECT_TRUE(run(fakes, bf16, "fast", {room.data() + 1, 4096}).ok()) << "any address will do";
 }
 
+TEST(Dispatch, PreparesWhatItChose) {
+  static int prepared = 0;
+  std::array<Kernel, 3> list = fakes;
+  list[1].prepare = [](const Problem& problem, const Plan& plan) {
+    prepared += problem.dtype == DType::bfloat16 && plan.workspace == 4096 ? 1 : 100;
+    return Status(Code::internal, "made to fail");
+  };
+  fast_runs = plain_runs = 0;
+  EXPECT_EQ(prepare_problem(list, bf16, "").message(), "made to fail");
+  EXPECT_EQ(prepared, 1);
+  EXPECT_TRUE(prepare_problem(list, fp32, "").ok()) << "nothing to do";
+  EXPECT_EQ(prepare_problem(list, wide, "").code(), Code::unsupported);
+  EXPECT_EQ(prepare_problem(list, fp32, "fas").code(), Code::invalid_argument);
+  EXPECT_EQ(prepared, 1);
+  EXPECT_EQ(fast_runs + plain_runs, 0);
+}
+
 // --- explain ---
 
 TEST(Explain, NamesTheChoiceAndEveryRefusal) {
@@ -268,8 +285,32 @@ TEST(Explain, Text) {
   EXPECT_EQ(json["flops"], 1.5e9);
   EXPECT_EQ(json["workspace"], 4096);
   EXPECT_EQ(json["refusals"][1]["reason"], "no such \"instructions\"");
+  EXPECT_FALSE(json.contains("registers"));
   EXPECT_TRUE(nlohmann::json::parse(Explanation().to_json())["kernel"].is_null());
   EXPECT_EQ(Explanation().to_string().substr(0, 17), "kernel      none\n");
+}
+
+TEST(Explain, TextOfAGpuKernel) {
+  Explanation explanation;
+  explanation.kernel = "cuda";
+  explanation.registers = 168;
+  explanation.shared_memory = 65536;
+  explanation.occupancy = 0.125;
+  explanation.cubin = "cache";
+  explanation.cubin_seconds = 0.0125;
+  const std::string text = explanation.to_string();
+  EXPECT_NE(text.find("registers   168 a thread\n"
+                      "shared      65536 bytes a block\n"
+                      "occupancy   12.5 % of the warps\n"
+                      "cubin       cache, in 12.5 ms\n"),
+            std::string::npos)
+      << text;
+  const nlohmann::json json = nlohmann::json::parse(explanation.to_json());
+  EXPECT_EQ(json["registers"], 168);
+  EXPECT_EQ(json["shared_memory"], 65536);
+  EXPECT_EQ(json["occupancy"], 0.125);
+  EXPECT_EQ(json["cubin"], "cache");
+  EXPECT_EQ(json["cubin_seconds"], 0.0125);
 }
 
 // --- the real list ---
@@ -294,6 +335,7 @@ TEST(Kernels, AreListedWithTheirReasons) {
     EXPECT_FALSE(kernel.name.empty());
     EXPECT_FALSE(kernel.description.empty()) << kernel.name;
     EXPECT_EQ(kernel.available, kernel.why_not.empty()) << kernel.name;
+    EXPECT_EQ(kernel.device, kernel.name.substr(0, kernel.name.find('_'))) << "the first part of the name";
   }
 }
 

@@ -198,7 +198,10 @@ TEST(Validation, NormalFormOfADenseCall) {
   x.options.causal = true;
   x.options.window_left = 2;
   x.options.bias = world.make(DType::float32, {4, 1, 4});
+  x.options.stream = &world;
   const Problem problem = validate(x).or_throw();
+  EXPECT_EQ(problem.stream, &world);
+  EXPECT_TRUE(problem.on_host());
   EXPECT_EQ(problem.direction, Direction::forward);
   EXPECT_EQ(problem.batch, 2);
   EXPECT_EQ(problem.num_heads_q, 4);

@@ -41,16 +41,20 @@ void expect_form(const std::string& message) {
 }
 
 constexpr Base dense = Base::dense, packed = Base::packed;
-constexpr Code unsupported = Code::unsupported;
 constexpr DLDataType float64{kDLFloat, 64, 1}, float16{kDLFloat, 16, 1}, bfloat{kDLBfloat, 16, 1};
 constexpr DLDataType int32{kDLInt, 32, 1}, int64{kDLInt, 64, 1};
-constexpr DLDevice cuda0{kDLCUDA, 0}, cuda1{kDLCUDA, 1};
+constexpr DLDevice cuda0{kDLCUDA, 0}, cuda1{kDLCUDA, 1}, managed0{kDLCUDAManaged, 0}, pinned0{kDLCUDAHost, 0};
 
 void all_to(Parts& x, DLDevice device) {
   for (Tensor* tensor : {&x.q, &x.k, &x.v, &x.o, &x.lse}) tensor->device = device;
 }
 void all_sixteen_bit(Parts& x, DLDataType type) {
   for (Tensor* tensor : {&x.q, &x.k, &x.v, &x.o}) tensor->dtype = type;
+}
+
+void move_to(Forward& x, DLDevice device) {
+  for (Tensor* tensor : {&x.q, &x.k, &x.v, &x.o, &x.lse, &x.options.cu_seqlens_q, &x.options.cu_seqlens_k})
+    tensor->device = device;
 }
 
 // clang-format off
@@ -73,6 +77,9 @@ const std::vector<Bad<Parts>>& common_cases() {
     {dense, [](Parts& x) { x.options.bias = x.world.make(DType::float32, {1}); x.options.bias.device = cuda0; },
      "bias.device: cuda:0, expected q's cpu"},
     {packed, [](Parts& x) { x.options.cu_seqlens_q.device = cuda0; }, "cu_seqlens_q.device: cuda:0, expected q's cpu"},
+    {dense, [](Parts& x) { x.k.device = managed0; }, "k.device: cuda_managed:0, expected q's cpu"},
+    {dense, [](Parts& x) { all_to(x, cuda1); x.k.device = managed0; }, "k.device: cuda_managed:0, expected q's cuda:1"},
+    {dense, [](Parts& x) { x.q.device = pinned0; }, "k.device: cpu, expected q's cuda_host:0"},
     // Dtypes.
     {dense, [](Parts& x) { x.q.dtype = int32; }, "q.dtype: int32, expected float32, float16 or bfloat16"},
     {dense, [](Parts& x) { x.q.dtype = float64; }, "q.dtype: float64, expected float32, float16 or bfloat16"},
@@ -246,8 +253,26 @@ const std::vector<Bad<Parts>>& common_cases() {
 
 const std::vector<Bad<Forward>>& forward_cases() {
   static const std::vector<Bad<Forward>> cases = {
-    {dense, [](Forward& x) { for (Tensor* t : {&x.q, &x.k, &x.v, &x.o, &x.lse}) t->device = cuda0; },
-     "q.device: cuda:0, expected cpu: this build has no GPU backend yet", unsupported},
+    {dense, [](Forward& x) { move_to(x, pinned0); }, "q.device: cuda_host:0, expected cpu or cuda"},
+    {packed, [](Forward& x) { move_to(x, {kDLMetal, 0}); }, "q.device: type 8:0, expected cpu or cuda"},
+    {packed, [](Forward& x) { move_to(x, {kDLROCM, 2}); }, "q.device: type 10:2, expected cpu or cuda"},
+    // What does not depend on memory is checked on a GPU, too.
+    {dense, [](Forward& x) { move_to(x, cuda0); x.k.shape[3] = 7; }, "k: shape (2, 4, 2, 7), expected (2, seqlen_k, num_heads_k, 8)"},
+    {dense, [](Forward& x) { move_to(x, cuda0); x.q.data = nullptr; }, "q.data: null, expected an address"},
+    {dense, [](Forward& x) { move_to(x, cuda0); shift(x.v, 2); },
+     "v.data: an address 2 past a multiple of 4, expected a multiple of 4"},
+    {dense, [](Forward& x) { move_to(x, cuda0); x.o.data = x.q.data; }, "o: shares memory with q, expected memory of its own"},
+    {dense, [](Forward& x) { move_to(x, cuda0); x.options.max_seqlen_k = 4; }, "max_seqlen_k: 4, expected only with cu_seqlens_k"},
+    {packed, [](Forward& x) { move_to(x, cuda0); x.options.cu_seqlens_k.data = nullptr; },
+     "cu_seqlens_k.data: null, expected an address"},
+    {packed, [](Forward& x) { move_to(x, cuda0); x.options.cu_seqlens_k.shape[0] = 3; }, "cu_seqlens_k: shape (3), expected (4)"},
+    {packed, [](Forward& x) { move_to(x, cuda0); x.options.cu_seqlens_q.dtype = int64; },
+     "cu_seqlens_q.dtype: int64, expected int32"},
+    {packed, [](Forward& x) { move_to(x, cuda0); x.options.max_seqlen_q = -1; }, "max_seqlen_q: -1, expected at least 0"},
+    {packed, [](Forward& x) { move_to(x, cuda0); x.options.max_seqlen_k = 1LL << 31; },
+     "max_seqlen_k: 2147483648, expected at most 2147483647"},
+    {dense, [](Forward& x) { move_to(x, cuda0); x.workspace.data = static_cast<std::byte*>(x.workspace.data) + 16; },
+     "workspace: an address 16 past a multiple of 256, expected a multiple of 256, as GPU memory is allocated"},
     {dense, [](Forward& x) { x.o.stride[0] = 0; },
      "o: shape (2, 3, 4, 6) with stride (0, 24, 6, 1), expected an output whose elements do not overlap"},
     {dense, [](Forward& x) { x.o.stride[2] = 5; },
@@ -452,6 +477,66 @@ TEST(Validation, PlanningRefusesAbsurdSizes) {
   const Result<std::size_t> bytes = workspace_size(x);
   ASSERT_TRUE(bytes.ok()) << bytes.status().message();
   EXPECT_GT(bytes.value(), std::size_t{16384} * rows * 4) << "dq in float32 at least";
+}
+
+// Addresses that nobody can read, and lengths that would be refused in host memory.
+TEST(Validation, NothingOfAGpuIsRead) {
+  World world(packed);
+  Forward& x = world.forward;
+  x.options.seqused_q = x.options.seqused_k = world.ints({0, 0, 0});
+  x.options.alibi_slopes = world.make(DType::float32, {4});
+  x.options.sinks = world.make(DType::float32, {4});
+  std::uintptr_t address = 0x1000;  // never mapped
+  for (Tensor* tensor :
+       {&x.q, &x.k, &x.v, &x.o, &x.lse, &x.options.cu_seqlens_q, &x.options.cu_seqlens_k,
+        &x.options.seqused_q, &x.options.seqused_k, &x.options.alibi_slopes, &x.options.sinks}) {
+    tensor->device = cuda1;
+    tensor->data = reinterpret_cast<void*>(address);
+    address += 0x1000;
+  }
+  x.workspace.data = reinterpret_cast<void*>(address);
+  const Problem problem = validate(x).or_throw();
+  EXPECT_FALSE(problem.on_host());
+  EXPECT_EQ(problem.device.device_id, 1);
+  EXPECT_EQ(problem.max_seqlen_q, 7) << "the total";
+  EXPECT_EQ(problem.max_seqlen_k, 9);
+  EXPECT_EQ(problem.cu_seqlens_q, x.options.cu_seqlens_q.data);
+  EXPECT_EQ(problem.seqused_k, x.options.seqused_k.data);
+  x.options.max_seqlen_q = 3;  // is believed
+  x.options.bias = world.make(DType::float32, {3, 9});
+  x.options.bias.device = cuda1;
+  EXPECT_EQ(validate(x).or_throw().max_seqlen_q, 3);
+
+  // Three sequences of 7 / 3 rows and 9 / 3 keys: 2, 2 and 3 rows.
+  x.options.kernel = "cpu_baseline";
+  EXPECT_EQ(explain(x).or_throw().dense_flops, 4.0 * 2 * (8 + 6) * (7 * 3));
+  x.options.causal = true;  // bottom right: 2 + 3, 2 + 3 and 1 + 2 + 3
+  EXPECT_EQ(explain(x).or_throw().flops, 4.0 * 2 * (8 + 6) * (5 + 5 + 6));
+  x.options.cu_seqlens_q.data = nullptr;
+  EXPECT_TRUE(explain(x).ok()) << "a call that only plans needs no address";
+}
+
+// Who cannot run on a GPU says so, and nothing is written.
+TEST(Validation, AGpuCallNeedsAGpuKernel) {
+  World world(dense);
+  move_to(world.forward, {kDLCUDA, 99});
+  const std::vector<std::byte> before = world.snapshot();
+  const Status status = forward(world.forward);
+  EXPECT_EQ(status.code(), Code::unsupported);
+  EXPECT_TRUE(status.message().starts_with("no kernel takes this call: ")) << status.message();
+  EXPECT_NE(status.message().find("cpu_baseline: the tensors are not in CPU memory"), std::string::npos);
+  EXPECT_EQ(workspace_size(world.forward).status().message(), status.message());
+  EXPECT_EQ(prepare(world.forward).message(), status.message());
+  EXPECT_TRUE(world.snapshot() == before);
+}
+
+TEST(Validation, ManagedMemoryIsTheGpus) {
+  World world(dense);
+  move_to(world.forward, cuda0);
+  world.forward.k.device = managed0;
+  EXPECT_EQ(validate(world.forward).or_throw().device.device_type, kDLCUDA);
+  move_to(world.forward, managed0);
+  EXPECT_EQ(validate(world.forward).or_throw().device.device_type, kDLCUDA);
 }
 
 TEST(Validation, PlanningCallsNeedNoData) {

@@ -41,6 +41,7 @@ class World {
       forward.options.cu_seqlens_q = ints({0, 2, 2, 6});
       forward.options.cu_seqlens_k = ints({0, 3, 5, 9});
     }
+    used_ = (used_ + 255) / 256 * 256;
     forward.workspace = {take(16384), 16384};
     backward.options = forward.options;
     backward.workspace = forward.workspace;
@@ -68,17 +69,17 @@ class World {
   [[nodiscard]] std::vector<std::byte> snapshot() const { return {memory_.begin(), memory_.end()}; }
 
  private:
-  // Storage in 64-byte lines: std::vector aligns to no more than 16.
-  struct alignas(64) Line {
-    std::byte bytes[64];
+  // Storage in aligned lines: std::vector aligns to no more than 16.
+  struct alignas(256) Line {
+    std::byte bytes[256];
   };
   class Storage {
    public:
-    explicit Storage(std::size_t bytes) : lines_(bytes / 64) {}
+    explicit Storage(std::size_t bytes) : lines_(bytes / 256) {}
     [[nodiscard]] std::byte* data() { return lines_.front().bytes; }
     [[nodiscard]] const std::byte* begin() const { return lines_.front().bytes; }
     [[nodiscard]] const std::byte* end() const { return begin() + size(); }
-    [[nodiscard]] std::size_t size() const { return lines_.size() * 64; }
+    [[nodiscard]] std::size_t size() const { return lines_.size() * 256; }
 
    private:
     std::vector<Line> lines_;
