@@ -17,6 +17,20 @@ struct Range {
   friend constexpr bool operator==(const Range&, const Range&) = default;
 };
 
+// The mask within a tile, whose rows are queries and whose columns are keys: small numbers, for device code.
+// Row i sees columns left + i .. right + i - 1, and none from end on.
+struct TileMask {
+  int left = 0, right = 0, end = 0;
+
+  [[nodiscard]] TESSERA_HD constexpr bool sees(int row, int col) const {
+    return left + row <= col && col < right + row && col < end;
+  }
+  // Whether each of the rows sees each of the columns.
+  [[nodiscard]] TESSERA_HD constexpr bool sees_all(int rows, int cols) const {
+    return left + rows - 1 <= 0 && right >= cols && end >= cols;
+  }
+};
+
 struct Mask {
   // A window side at or beyond this is unbounded. Far enough from the ends of the type to add lengths to it.
   static constexpr long long unbounded = 1LL << 60;
@@ -42,8 +56,18 @@ struct Mask {
     if (keys.empty()) return {};
     return clamp(keys.begin - shift - right, keys.end - 1 - shift + left + 1, seqlen_q);
   }
+  // Of the tile that begins at (query, key); sizes of tiles are below 2^29.
+  [[nodiscard]] TESSERA_HD constexpr TileMask tile(long long query, long long key) const {
+    return {narrow(query + shift - left - key), narrow(query + shift + right + 1 - key),
+            narrow(seqlen_k - key)};
+  }
 
  private:
+  // Beyond `far` all numbers mean the same to a tile.
+  [[nodiscard]] static TESSERA_HD constexpr int narrow(long long x) {
+    constexpr int far = 1 << 29;
+    return x < -far ? -far : x > far ? far : static_cast<int>(x);
+  }
   [[nodiscard]] static TESSERA_HD constexpr Range clamp(long long begin, long long end, long long size) {
     begin = begin < 0 ? 0 : begin > size ? size : begin;
     end = end > size ? size : end;

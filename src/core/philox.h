@@ -60,6 +60,19 @@ struct Dropout {
     const unsigned element = key % Philox::keys_per_block;
     return block.word[element / 2] >> (16 * (element % 2)) & 0xFFFFu;
   }
+  // Which of the keys 8 * key_block .. 8 * key_block + 7 are kept, one bit each.
+  [[nodiscard]] TESSERA_HD constexpr unsigned keep_mask(unsigned head_index, unsigned query,
+                                                        unsigned key_block) const {
+    const Philox::Block block =
+        Philox::generate(counter(head_index, query, key_block), static_cast<unsigned>(seed),
+                         static_cast<unsigned>(seed >> 32));
+    unsigned mask = 0;
+    for (int i = 0; i < Philox::keys_per_block; ++i) {
+      const unsigned bits = block.word[i / 2] >> (16 * (i % 2)) & 0xFFFFu;
+      mask |= static_cast<unsigned>(bits < threshold) << i;
+    }
+    return mask;
+  }
   [[nodiscard]] TESSERA_HD constexpr bool keeps(unsigned head_index, unsigned query, unsigned key) const {
     return bits(head_index, query, key) < threshold;
   }

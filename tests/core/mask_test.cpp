@@ -119,5 +119,30 @@ TEST(Mask, CausalBottomRightTall) {
   for (long long i = 0; i < 5; ++i) EXPECT_EQ(mask.keys_of_row(i).size(), seen[i]) << i;
 }
 
+// The mask of a tile says what keys_of_row says.
+TEST(Mask, ATileSeesWhatItsRowsSee) {
+  for (const long long left : {0LL, 3LL, 40LL, Mask::unbounded}) {
+    for (const long long right : {0LL, 5LL, Mask::unbounded}) {
+      for (const long long shift : {-9LL, 0LL, 13LL}) {
+        const Mask mask{50, 37, left, right, shift};
+        for (const long long query : {0LL, 7LL, 32LL}) {
+          for (const long long key : {0LL, 8LL, 24LL, 40LL}) {
+            const TileMask tile = mask.tile(query, key);
+            bool all = true;
+            for (int i = 0; i < 16; ++i) {
+              for (int j = 0; j < 16; ++j) {
+                const bool seen = mask.keys_of_row(query + i).contains(key + j);
+                EXPECT_EQ(tile.sees(i, j), seen) << query + i << ' ' << key + j;
+                all = all && seen;
+              }
+            }
+            EXPECT_EQ(tile.sees_all(16, 16), all);
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera

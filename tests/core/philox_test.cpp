@@ -122,5 +122,14 @@ TEST(Dropout, SixteenBitsAreUniform) {
   }
 }
 
+TEST(Dropout, AMaskHasTheBitsOfItsKeys) {
+  const Dropout dropout = Dropout::make(0.3, 42, 1234567890123);
+  for (unsigned block = 0; block < 40; ++block) {
+    const unsigned mask = dropout.keep_mask(5, 17, block);
+    for (unsigned i = 0; i < 8; ++i) EXPECT_EQ(mask >> i & 1, dropout.keeps(5, 17, block * 8 + i) ? 1u : 0u);
+    EXPECT_LT(mask, 256u);
+  }
+}
+
 }  // namespace
 }  // namespace tessera

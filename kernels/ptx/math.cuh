@@ -1,0 +1,88 @@
+// Single instructions that CUTLASS has no (light) wrapper for.
+#pragma once
+
+#include "core/attention_config.h"
+
+namespace tessera::ptx {
+
+inline constexpr float infinity = __builtin_bit_cast(float, 0x7F800000u);
+inline constexpr float log2_e = 1.4426950408889634f;
+inline constexpr float ln_2 = 0.6931471805599453f;
+
+// 2^x; -inf gives 0, NaN stays.
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats as two 16-bit numbers, low in the low bits.
+template <Half type>
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  unsigned y;
+  if constexpr (type == Half::bfloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
+}
+template <Half type>
+__device__ __forceinline__ float widen(unsigned short x) {
+  float y;
+  if constexpr (type == Half::bfloat16) {
+    y = __uint_as_float(static_cast<unsigned>(x) << 16);
+  } else {
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  }
+  return y;
+}
+template <Half type>
+__device__ __forceinline__ unsigned short narrow(float x) {
+  return static_cast<unsigned short>(pack<type>(x, 0.0f));
+}
+
+// blockIdx.x, read anew at every call.
+__device__ __forceinline__ unsigned block_index() {
+  unsigned x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
+// threadIdx.x, read anew at every call.
+[[nodiscard]] __device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+// threadIdx.x / 32, so that the compiler knows that a warp's lanes agree on it.
+[[nodiscard]] __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+
+#if __CUDA_ARCH__ >= 900
+// Adds four neighbouring floats in memory.
+__device__ __forceinline__ void add_global(float* address, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+#endif
+
+[[nodiscard]] __device__ __forceinline__ int load_acquire(const int* address) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_release(int* address, int x) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
+}
+
+}  // namespace tessera::ptx

@@ -1,0 +1,254 @@
+// FlashAttention-2 forward on mma.sync: a block of queries, a loop over blocks of keys, an online softmax.
+//
+//   grid: one block of threads for each (block of queries, head, batch); each warp owns block_m / warps
+//   queries loop: K(n) is there; V(n) loads while S = Q K^T; K(n - 1) loads while softmax and O += P V
+//
+// NOTES.md beside this file has the roofline and what was tried.
+#pragma once
+
+#include "core/attention_config.h"
+#include "core/attention_params.h"
+#include "tile/copy.cuh"
+#include "tile/fragments.cuh"
+#include "tile/scores.cuh"
+#include "tile/softmax.cuh"
+
+namespace tessera::sm80 {
+
+template <ForwardConfig C>
+struct ForwardShared {
+  union {
+    struct {
+      tile::SharedTile<C.block_m, C.head_dim> q;
+      tile::SharedTile<C.block_n, C.head_dim> k;
+      tile::SharedTile<C.block_n, C.head_dim_v> v;
+    };
+    tile::SharedTile<C.block_m, C.head_dim_v> o;
+  };
+};
+
+// s += q k^T for the warp's rows.
+template <ForwardConfig C, int m, int n, class ReadQ, class ReadK>
+__device__ __forceinline__ void multiply_q_k(tile::FragmentC (&s)[m][n], const ReadQ& read_q,
+                                             const ReadK& read_k) {
+#pragma unroll
+  for (int d = 0; d < C.head_dim; d += 16) {
+    tile::FragmentA q[m];
+#pragma unroll
+    for (int i = 0; i < m; ++i) read_q(q[i], i, d);
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) {
+      tile::FragmentA k;
+      read_k.read_b(k, j * 16, d);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+        tile::multiply_add<C.type>(s[i][2 * j], q[i], k[0], k[1]);
+        tile::multiply_add<C.type>(s[i][2 * j + 1], q[i], k[2], k[3]);
+      }
+    }
+  }
+}
+
+// acc_o += p v.
+template <ForwardConfig C, int m, int k, int nv, class ReadV>
+__device__ __forceinline__ void multiply_p_v(tile::FragmentC (&acc_o)[m][nv],
+                                             const tile::FragmentA (&p)[m][k], const ReadV& read_v) {
+#pragma unroll
+  for (int key = 0; key < C.block_n; key += 16) {
+#pragma unroll
+    for (int j = 0; j < nv / 2; ++j) {
+      tile::FragmentA v;
+      read_v.read_b_transposed(v, key, j * 16);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+        tile::multiply_add<C.type>(acc_o[i][2 * j], p[i][key / 16], v[0], v[1]);
+        tile::multiply_add<C.type>(acc_o[i][2 * j + 1], p[i][key / 16], v[2], v[3]);
+      }
+    }
+  }
+}
+
+// Which queries, of which head.
+struct ForwardWork {
+  int b, h;
+  SequenceArg sequence;
+  int m_block;
+};
+template <ForwardConfig C>
+__device__ __forceinline__ ForwardWork find_work(const AttentionParams& params) {
+  // The last blocks of a sequence come first: under a causal mask they see most.
+  const unsigned index = ptx::block_index();
+  const auto tiles =
+      static_cast<unsigned>(count_tiles(params.batch, params.rows_q, params.packed(), C.block_m));
+  const unsigned number = tiles - 1 - index % tiles;
+  const auto [b, m_block] = find_tile(params.cu_seqlens_q, params.batch, params.rows_q, C.block_m, number);
+  return {b, static_cast<int>(index / tiles), params.sequence(b), m_block};
+}
+
+// o = acc_o / row_sum, and lse, the sink among them.
+template <ForwardConfig C, int m, int nv>
+__device__ __forceinline__ void finish(const AttentionParams& params, ForwardShared<C>& shared,
+                                       tile::Softmax<m>& softmax, tile::FragmentC (&acc_o)[m][nv]) {
+  const auto [b, h, sequence, m_block] = find_work<C>(params);
+  const int first_query = m_block * C.block_m, warp_row = threadIdx.x / 32 * (m * 16);
+  const int rows_there = min(sequence.allocated_q - first_query, C.block_m);
+  const bool has_sink = params.sinks != nullptr;
+  const float sink = has_sink
+                         ? tile::load_number<C.type>(params.sinks, h * params.sinks_stride, params.sinks_wide)
+                         : -ptx::infinity;
+  float lse[m][2];
+  constexpr tile::Units units = tile::units_of(C.terms);
+  const float unit = units == tile::Units::raw       ? params.scale
+                     : units == tile::Units::natural ? 1.0f
+                                                     : ptx::ln_2;
+  softmax.finish(acc_o, lse, unit, sink, has_sink, params.dropout.scale);
+#pragma unroll
+  for (int i = 0; i < m; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + tile::element(i, 0, half * 2).row;
+      if (first_query + row >= sequence.seqlen_q) {  // padding
+        lse[i][half] = -ptx::infinity;
+#pragma unroll
+        for (int j = 0; j < nv; ++j) acc_o[i][j][half * 2] = acc_o[i][j][half * 2 + 1] = 0.0f;
+      }
+      if (params.lse.data != nullptr && threadIdx.x % 4 == 0 && row < rows_there) {
+        static_cast<float*>(params.lse.data)[b * params.lse.batch + h * params.lse.head +
+                                             (0LL + sequence.q_begin + first_query + row) * params.lse.seq] =
+            lse[i][half];
+      }
+    }
+  }
+  __syncthreads();  // o takes the place of q, k and v
+  tile::store_tile<C.type>(acc_o, shared.o, warp_row, params.o, b, sequence.q_begin + first_query, h,
+                           rows_there, 0, params.head_dim_v);
+}
+
+template <ForwardConfig C>
+__device__ void forward(const AttentionParams& params) {
+  constexpr int threads = C.warps * 32, warp_rows = C.block_m / C.warps;
+  constexpr int m = warp_rows / 16, n = C.block_n / 8, nv = C.head_dim_v / 8;
+  static_assert(warp_rows % 16 == 0 && C.block_n % 16 == 0);
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<ForwardShared<C>*>(shared_bytes);
+
+  // Found again behind the loop: what only the end needs would take the loop's registers.
+  const ForwardWork work = find_work<C>(params);
+  const auto& [b, h, sequence, m_block] = work;
+  if (m_block < 0 || m_block >= tiles_of(sequence.allocated_q, C.block_m)) return;
+  const int first_query = m_block * C.block_m;
+  const int queries = max(0, min(sequence.seqlen_q - first_query, C.block_m));
+  const int warp_row = ptx::warp_index() * warp_rows;
+
+  // Blocks of keys that some query sees.
+  const Range keys = params.mask(sequence).keys_of_any({first_query, first_query + queries});
+  const int first_block = static_cast<int>(keys.begin / C.block_n);
+  const int past_block =
+      keys.empty() ? first_block : static_cast<int>((keys.end + C.block_n - 1) / C.block_n);
+
+  const tile::Rows q = tile::rows_of(params.q, b, sequence.q_begin + first_query, h);
+  const tile::Rows k = tile::rows_of(params.k, b, sequence.k_begin, h / params.group_size);
+  const tile::Rows v = tile::rows_of(params.v, b, sequence.k_begin, h / params.group_size);
+  constexpr bool fresh = C.head_dim <= 64;
+  const tile::Pieces<threads, C.head_dim, fresh> pieces;
+  const tile::Pieces<threads, C.head_dim_v, fresh> own_pieces_v;
+  const auto& pieces_v = tile::same_if_same(pieces, own_pieces_v);
+  const auto load_k = [&](int block) {
+    const int first = block * C.block_n;
+    tile::load_tile<C.type, C.aligned>(shared.k, pieces, k, first, sequence.seqlen_k - first,
+                                       params.head_dim);
+    cute::cp_async_fence();
+  };
+  const auto load_v = [&](int block) {
+    const int first = block * C.block_n;
+    tile::load_tile<C.type, C.aligned>(shared.v, pieces_v, v, first, sequence.seqlen_k - first,
+                                       params.head_dim_v);
+    cute::cp_async_fence();
+  };
+
+  const tile::Lanes<tile::Order::rows_first, C.head_dim> lanes_q;
+  const tile::Lanes<tile::Order::cols_first, C.head_dim> lanes_k;
+  const tile::Lanes<tile::Order::rows_first, C.head_dim_v> own_lanes_v;
+  const tile::Matrices read_q_tile(shared.q, lanes_q, warp_row);
+  const tile::Matrices read_k(shared.k, lanes_k);
+  const tile::Matrices read_v(shared.v, tile::same_if_same(lanes_q, own_lanes_v));
+  tile::FragmentA q_held[C.q_in_registers ? m : 1][C.q_in_registers ? C.head_dim / 16 : 1];
+  const auto read_q = [&](tile::FragmentA& a, int i, int d) {
+    if constexpr (C.q_in_registers) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) a[x] = q_held[i][d / 16][x];
+    } else {
+      read_q_tile.read_a(a, i * 16, d);
+    }
+  };
+
+  tile::FragmentC acc_o[m][nv];
+  tile::clear(acc_o);
+  tile::Softmax<m> softmax;
+  const tile::ScoreTerms<C.type, C.terms> terms(params, sequence, b, h);
+  // What s is multiplied by on its way into the exponential.
+  constexpr tile::Units units = tile::units_of(C.terms);
+  const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
+                           : units == tile::Units::natural ? ptx::log2_e
+                                                           : 1.0f;
+
+  // What was asked for has arrived, and every warp is done with what was before.
+  const auto arrived = [] {
+    cute::cp_async_wait<0>();
+    __syncthreads();
+  };
+  if (first_block < past_block) {
+    tile::load_tile<C.type, C.aligned>(shared.q, pieces, q, 0, queries, params.head_dim);
+    load_k(past_block - 1);
+    if constexpr (C.q_in_registers) {
+      arrived();
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int d = 0; d < C.head_dim; d += 16) read_q_tile.read_a(q_held[i][d / 16], i * 16, d);
+      }
+    }
+  }
+  for (int block = past_block - 1; block >= first_block; --block) {
+    const int first_key = block * C.block_n;
+    arrived();  // K(n), and every warp is done with V(n + 1)
+    load_v(block);
+    if constexpr (has(C.terms, Terms::bias))
+      terms.template prefetch_bias<C.block_m, C.block_n>(first_query, first_key);
+    tile::FragmentC s[m][n];
+    constexpr auto by_keys = tile::Orientation::queries_by_keys;
+    terms.template start<by_keys>(s, first_query + warp_row, first_key);
+    multiply_q_k<C>(s, read_q, read_k);
+#pragma unroll
+    for (int i = 0; i < m; ++i)
+      terms.template apply<by_keys>(s[i], first_query + warp_row + i * 16, first_key, [](int, int, float) {});
+    const Mask mask = params.mask(sequence);
+    if (!mask.tile(first_query, first_key).sees_all(C.block_m, C.block_n))
+      tile::hide(s, mask.tile(first_query + warp_row, first_key));
+
+    // s becomes p, rounded to 16 bits as the next product needs it.
+    softmax.template prepare<units == tile::Units::natural>(s, acc_o, scale_log2);
+    tile::FragmentA p[m][n / 2];
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int i = 0; i < m; ++i) softmax.exponentiate(s[i][j], i);
+    }
+    if constexpr (has(C.terms, Terms::dropout)) {
+#pragma unroll
+      for (int i = 0; i < m; ++i) terms.drop(s[i], first_query + warp_row + i * 16, first_key);
+    }
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) {
+#pragma unroll
+      for (int i = 0; i < m; ++i) tile::as_operand<C.type>(p[i][j], s[i], j);
+    }
+
+    arrived();  // V(n), and every warp is done with K(n)
+    if (block > first_block) load_k(block - 1);
+    multiply_p_v<C>(acc_o, p, read_v);
+  }
+  finish<C>(params, shared, softmax, acc_o);
+}
+
+}  // namespace tessera::sm80

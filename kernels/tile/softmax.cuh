@@ -1,0 +1,146 @@
+// The online softmax of one warp's rows: maximum and sum so far, and what a new block of scores does to them.
+#pragma once
+
+#include "tile/fragments.cuh"
+
+namespace tessera::tile {
+
+template <int m>
+struct Softmax {
+  // A row's reference, which its exponentials are taken from: a maximum that it has had. It follows the true
+  // maximum only when that has risen by more than `slack` powers of two: until then p stays below 2^slack,
+  // exactly as accurate in floating point, and acc_o need not be rescaled.
+  static constexpr float slack = 8.0f;
+
+  float reference[m][2];
+  float row_sum[m][2];  // of this lane's columns
+
+  __device__ Softmax() {
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      reference[i][0] = reference[i][1] = -ptx::infinity;
+      row_sum[i][0] = row_sum[i][1] = 0.0f;
+    }
+  }
+
+  // Before a block's exponentials: moves the references, and acc_o and row_sum with them. What a row's
+  // exponentials need then lies in factor and offset: p = 2^(factor * s - offset).
+  template <bool exact, int n, int nv>
+  __device__ __forceinline__ void prepare(FragmentC (&s)[m][n], FragmentC (&acc_o)[m][nv], float scale) {
+    float shrink[m][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Four maxima side by side, not one long chain.
+        float parts[4];
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+          const float pair = fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]);
+          parts[j % 4] = j < 4 ? pair : fmaxf(parts[j % 4], pair);
+        }
+        float most = fmaxf(fmaxf(parts[0], parts[1]), n > 2 ? fmaxf(parts[2], parts[3]) : -ptx::infinity);
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float before = reference[i][half];
+        shrink[i][half] = 1.0f;
+        if ((most - before) * scale > slack) {  // from -inf to anything, too
+          // A row that has seen nothing has no sum: any factor will do, but not NaN.
+          shrink[i][half] = before == -ptx::infinity ? 0.0f : ptx::exp2((before - most) * scale);
+          reference[i][half] = most;
+          moved = true;
+        }
+      }
+    }
+    if (__any_sync(~0u, moved)) {
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          row_sum[i][half] *= shrink[i][half];
+#pragma unroll
+          for (int j = 0; j < nv; ++j) {
+            acc_o[i][j][half * 2] *= shrink[i][half];
+            acc_o[i][j][half * 2 + 1] *= shrink[i][half];
+          }
+        }
+      }
+    }
+    // One multiply-add an element, unless the scores are so large that the rounding of reference * scale
+    // would show: then the difference first, which is exact.
+    bool large = exact;
+    factor = scale;
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Hidden keys only, so far: -inf - 0, not -inf + inf.
+        offset[i][half] = reference[i][half] == -ptx::infinity ? 0.0f : reference[i][half] * scale;
+        large |= fabsf(offset[i][half]) > static_cast<float>(1 << 20);
+      }
+    }
+    if (exact || __any_sync(~0u, large)) {
+      factor = 1.0f;
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float from = reference[i][half] == -ptx::infinity ? 0.0f : reference[i][half];
+          offset[i][half] = 0.0f;
+#pragma unroll
+          for (int j = 0; j < n; ++j) {
+            s[i][j][half * 2] = (s[i][j][half * 2] - from) * scale;
+            s[i][j][half * 2 + 1] = (s[i][j][half * 2 + 1] - from) * scale;
+          }
+        }
+      }
+    }
+  }
+
+  // One tile of s becomes p, and joins row_sum.
+  __device__ __forceinline__ void exponentiate(FragmentC& s, int i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[e] = ptx::exp2(fmaf(s[e], factor, -offset[i][e / 2]));
+    row_sum[i][0] += s[0] + s[1];
+    row_sum[i][1] += s[2] + s[3];
+  }
+
+  // acc_o becomes o. unit is one unit of s in natural units, as lse and sink are.
+  template <int nv>
+  __device__ __forceinline__ void finish(FragmentC (&acc_o)[m][nv], float (&lse)[m][2], float unit,
+                                         float sink, bool has_sink, float dropout_scale) {
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = row_sum[i][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        float most = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
+        float shrink = 1.0f;
+        const float both = fmaxf(most, sink);
+        if (has_sink && both > -ptx::infinity) {
+          shrink = ptx::exp2((most - both) * ptx::log2_e);
+          sum = sum * shrink + ptx::exp2((sink - both) * ptx::log2_e);
+          most = both;
+        }
+        // No key and no sink: o = 0, lse = -inf. NaN is neither.
+        const bool empty = sum == 0.0f;
+        const float factor = empty ? 0.0f : shrink * dropout_scale / sum;
+        lse[i][half] = empty ? -ptx::infinity : most + ptx::log2(sum) * ptx::ln_2;
+#pragma unroll
+        for (int j = 0; j < nv; ++j) {
+          acc_o[i][j][half * 2] *= factor;
+          acc_o[i][j][half * 2 + 1] *= factor;
+        }
+      }
+    }
+  }
+
+ private:
+  float factor;
+  float offset[m][2];
+};
+
+}  // namespace tessera::tile

@@ -1,0 +1,58 @@
+// What a GPU kernel is compiled for: the one template parameter of each. Host and device.
+//
+// What is not here is an argument (core/attention_params.h). A flag is here only where it pays: each kernel's
+// NOTES.md has the measurement.
+#pragma once
+
+namespace tessera {
+
+enum class Half : unsigned char { float16, bfloat16 };
+
+// What a score has beside softmax_scale and the mask. any_scale: a softmax_scale that is not above 0.
+enum class Terms : unsigned char { plain = 0, softcap = 1, alibi = 2, bias = 4, dropout = 8, any_scale = 16 };
+[[nodiscard]] constexpr Terms operator|(Terms a, Terms b) {
+  return static_cast<Terms>(static_cast<int>(a) | static_cast<int>(b));
+}
+[[nodiscard]] constexpr bool has(Terms terms, Terms one) {
+  return (static_cast<int>(terms) & static_cast<int>(one)) != 0;
+}
+
+struct ForwardConfig {
+  Half type;
+  int head_dim, head_dim_v;  // of the tiles: the problem's, rounded up
+  int block_m, block_n;
+  int warps;   // along block_m
+  int per_sm;  // blocks that shall fit a multiprocessor: bounds the registers
+  bool q_in_registers;
+  bool aligned;  // rows of q, k, v are whole, aligned pieces of 16 bytes
+  Terms terms;
+};
+
+struct BackwardConfig {
+  Half type;
+  int head_dim, head_dim_v;
+  int block_m, block_n;
+  int split;   // warps that share the 16 keys of a part of s
+  int stages;  // buffers of q and dout
+  int dq_warps_m;
+  int per_sm;
+  bool kv_in_registers;  // as operands of s and dp, if not split
+  bool aligned;          // of dout, too
+  Terms terms;
+
+  [[nodiscard]] constexpr int warps() const { return block_n / 16 * split; }
+  // Parts of the columns of dk and dv: 32 keys a warp where s is split.
+  [[nodiscard]] constexpr int dkv_split() const { return split == 1 || block_n < 32 ? split : 2 * split; }
+};
+
+struct DbiasConfig {
+  Half type;
+  int head_dim, head_dim_v;
+  int block;  // of queries and of keys
+  bool aligned;
+  Terms terms;
+
+  [[nodiscard]] constexpr int threads() const { return block / 16 * 32; }
+};
+
+}  // namespace tessera

@@ -1,0 +1,131 @@
+// The arguments of the GPU kernels, as launch fills them and device code reads them.
+#pragma once
+
+#include "core/host_device.h"
+#include "core/mask.h"
+#include "core/philox.h"
+
+namespace tessera {
+
+// As View in core/problem.h: element (b, s, h, c) lies at b * batch + s * seq + h * head + c.
+struct RowsArg {
+  void* data;
+  long long batch, seq, head;
+  bool wide;     // float32, else the kernel's 16-bit type
+  bool aligned;  // every row starts at a multiple of 16 bytes
+};
+
+// As BiasView: element (b, h, i, j), stride 0 where it is broadcast.
+struct BiasArg {
+  void* data;
+  long long batch, head, row, col;
+  long long extent[4];
+  bool wide;
+  bool pairs;  // keys are neighbours, and two of them, the first one even, lie at a multiple of their size
+};
+
+// One sequence of the batch, as core/problem.h has it. Rows of a tensor, and so all of these, are below 2^31.
+struct SequenceArg {
+  int q_begin, k_begin;
+  int seqlen_q, seqlen_k;
+  int allocated_q, allocated_k;
+};
+
+struct AttentionParams {
+  RowsArg q, k, v, o, lse;
+  RowsArg dout, dlse, dq, dk, dv;  // backward
+
+  int batch, rows_q, rows_k;
+  int num_heads_q, num_heads_k, group_size;
+  int head_dim, head_dim_v;
+  // Packed: cu_seqlens are given, every batch stride is 0, and the rows behind the last sequence count as one
+  // more, empty sequence.
+  const int *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k;
+
+  long long window_left, window_right;
+  bool top_left;
+  float scale, scale_log2;
+  float softcap;  // 0: off
+  const float* alibi_slopes;
+  long long alibi_batch, alibi_head;
+  BiasArg bias, dbias;
+  const void* sinks;
+  void* dsinks;
+  long long sinks_stride, dsinks_stride;
+  bool sinks_wide, dsinks_wide;
+  Dropout dropout;
+
+  // Backward's workspace. delta: [num_heads_q][all rows of q], rowsum(dout * o) - dlse. dq_acc: float, in
+  // tiles of 16 rows and 8 columns, each as the fragments of one warp (tile/dq_tiles.cuh). turn:
+  // [num_heads_q][row tiles], the number of key blocks that a tile has taken, and behind them one ticket
+  // counter; null where the order does not matter.
+  float *delta, *dq_acc;
+  int* turn;
+  long long clear_bytes;  // from dq_acc on, to be 0 before anything is added; a multiple of 16
+
+  [[nodiscard]] TESSERA_HD bool packed() const { return cu_seqlens_q != nullptr; }
+
+  // Lengths on a GPU cannot be validated: whatever they are, nothing outside the tensors is touched.
+  [[nodiscard]] TESSERA_HD SequenceArg sequence(int b) const {
+    SequenceArg s{0, 0, rows_q, rows_k, rows_q, rows_k};
+    if (packed()) {
+      s.q_begin = clamp(cu_seqlens_q[b], 0, rows_q);
+      s.k_begin = clamp(cu_seqlens_k[b], 0, rows_k);
+      s.allocated_q = (b == batch ? rows_q : clamp(cu_seqlens_q[b + 1], s.q_begin, rows_q)) - s.q_begin;
+      s.allocated_k = (b == batch ? rows_k : clamp(cu_seqlens_k[b + 1], s.k_begin, rows_k)) - s.k_begin;
+      s.seqlen_q = b == batch ? 0 : s.allocated_q;
+      s.seqlen_k = b == batch ? 0 : s.allocated_k;
+    }
+    if (b < batch && seqused_q != nullptr) s.seqlen_q = clamp(seqused_q[b], 0, s.allocated_q);
+    if (b < batch && seqused_k != nullptr) s.seqlen_k = clamp(seqused_k[b], 0, s.allocated_k);
+    return s;
+  }
+  [[nodiscard]] TESSERA_HD Mask mask(const SequenceArg& s) const {
+    return {s.seqlen_q, s.seqlen_k, window_left, window_right,
+            top_left ? 0LL : 0LL + s.seqlen_k - s.seqlen_q};
+  }
+
+  [[nodiscard]] static TESSERA_HD int clamp(int x, int low, int high) {
+    return x < low ? low : x > high ? high : x;
+  }
+};
+
+[[nodiscard]] TESSERA_HD constexpr int tiles_of(int size, int tile) {
+  return size / tile + (size % tile != 0 ? 1 : 0);
+}
+
+// Tiles of `rows` rows of all sequences, numbered without reading a length on the host. A packed sequence b
+// that begins at cu[b] owns the numbers from cu[b] / rows + b on: enough for its rows, and none twice. On the
+// device there are fewer than 2^31.
+[[nodiscard]] TESSERA_HD constexpr long long count_tiles(long long batch, int all_rows, bool packed,
+                                                         int rows) {
+  return packed ? all_rows / rows + batch + 1 : batch * tiles_of(all_rows, rows);
+}
+[[nodiscard]] TESSERA_HD inline int first_tile(const int* cu_seqlens, int b, int all_rows, int rows) {
+  if (cu_seqlens == nullptr) return b * tiles_of(all_rows, rows);
+  return AttentionParams::clamp(cu_seqlens[b], 0, all_rows) / rows + b;
+}
+
+struct TileIndex {
+  int b;
+  int tile;  // of the sequence b; a packed one may lie behind its rows, or before
+};
+[[nodiscard]] TESSERA_HD inline TileIndex find_tile(const int* cu_seqlens, int batch, int all_rows, int rows,
+                                                    unsigned number) {
+  if (cu_seqlens == nullptr) {
+    const unsigned each = tiles_of(all_rows, rows);
+    return {static_cast<int>(number / each), static_cast<int>(number % each)};
+  }
+  int low = 0, high = batch;  // the last b whose first tile is at most number
+  while (low < high) {
+    const int middle = low + (high - low + 1) / 2;
+    if (first_tile(cu_seqlens, middle, all_rows, rows) <= static_cast<int>(number)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return {low, static_cast<int>(number) - first_tile(cu_seqlens, low, all_rows, rows)};
+}
+
+}  // namespace tessera

@@ -1,0 +1,230 @@
+// Problem + plan -> arguments, workspace, launches.
+#include "cuda/launch/kernels.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "core/attention_params.h"
+#include "cuda/driver/driver.h"
+#include "cuda/plan/plan.h"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr std::int64_t max_blocks = std::numeric_limits<std::int32_t>::max();
+
+DeviceLimits limits_of(const DeviceFacts& facts) { return {facts.arch, facts.shared_per_block}; }
+
+// Of the problem's device, or of nothing where it is not one: why_not has spoken then.
+DeviceLimits limits_of(const Problem& problem) {
+  const Result<const DeviceFacts*> facts = device_facts(problem.device.device_id);
+  return facts.ok() ? limits_of(*facts.value()) : DeviceLimits{};
+}
+
+RowsArg rows_arg(const View& view) {
+  return {view.data, view.batch, view.seq, view.head, view.dtype == DType::float32, rows_aligned(view)};
+}
+BiasArg bias_arg(const BiasView& view) {
+  const auto even = [](std::int64_t stride) { return stride % 2 == 0; };
+  const bool pairs =
+      view.col == 1 && even(view.batch) && even(view.head) && even(view.row) &&
+      reinterpret_cast<std::uintptr_t>(view.data) % static_cast<std::uintptr_t>(2 * size_of(view.dtype)) == 0;
+  BiasArg arg{view.given() ? view.data : nullptr, view.batch, view.head, view.row, view.col, {},
+              view.dtype == DType::float32,       pairs};
+  for (int d = 0; d < 4; ++d) arg.extent[d] = view.extent[d];
+  return arg;
+}
+
+AttentionParams make_params(const Problem& problem) {
+  AttentionParams p{};
+  p.q = rows_arg(problem.q);
+  p.k = rows_arg(problem.k);
+  p.v = rows_arg(problem.v);
+  p.o = rows_arg(problem.o);
+  p.lse = rows_arg(problem.lse);
+  p.dout = rows_arg(problem.dout);
+  p.dlse = rows_arg(problem.dlse);
+  p.dq = rows_arg(problem.dq);
+  p.dk = rows_arg(problem.dk);
+  p.dv = rows_arg(problem.dv);
+  p.batch = static_cast<int>(problem.batch);
+  p.rows_q = static_cast<int>(problem.rows_q);
+  p.rows_k = static_cast<int>(problem.rows_k);
+  p.num_heads_q = static_cast<int>(problem.num_heads_q);
+  p.num_heads_k = static_cast<int>(problem.num_heads_k);
+  p.group_size = static_cast<int>(problem.group_size);
+  p.head_dim = static_cast<int>(problem.head_dim);
+  p.head_dim_v = static_cast<int>(problem.head_dim_v);
+  p.cu_seqlens_q = problem.cu_seqlens_q;
+  p.cu_seqlens_k = problem.cu_seqlens_k;
+  p.seqused_q = problem.seqused_q;
+  p.seqused_k = problem.seqused_k;
+  p.window_left = problem.window_left;
+  p.window_right = problem.window_right;
+  p.top_left = problem.alignment == Alignment::top_left;
+  p.scale = static_cast<float>(problem.softmax_scale);
+  p.scale_log2 = static_cast<float>(problem.softmax_scale * 1.4426950408889634);
+  p.softcap = static_cast<float>(problem.softcap);
+  p.alibi_slopes = problem.alibi_slopes;
+  p.alibi_batch = problem.alibi_batch;
+  p.alibi_head = problem.alibi_head;
+  p.bias = bias_arg(problem.bias);
+  p.dbias = bias_arg(problem.dbias);
+  p.sinks = problem.sinks;
+  p.dsinks = problem.dsinks;
+  p.sinks_stride = problem.sinks_stride;
+  p.dsinks_stride = problem.dsinks_stride;
+  p.sinks_wide = p.dsinks_wide = problem.sinks_dtype == DType::float32;
+  p.dropout = problem.dropout;
+  return p;
+}
+
+// Loads a kernel, and launches it unless only its loading is asked for or it has nothing to do.
+class Stage {
+ public:
+  Stage(const Context& context, const Problem& problem, bool only_load)
+      : context_(context), problem_(problem), only_load_(only_load) {}
+
+  template <class Config>
+  Status operator()(const Config& config, const AttentionParams& params) {
+    const std::int64_t blocks = blocks_of(config, problem_);
+    if (blocks == 0 && !only_load_) return {};
+    const Result<const LoadedKernel*> kernel =
+        load(context_, kernel_name(config), shared_of(config), [&] { return program_text(config); });
+    if (!kernel.ok() || only_load_) return kernel.status();
+    return launch(*kernel.value(), static_cast<unsigned>(blocks), static_cast<unsigned>(threads_of(config)),
+                  shared_of(config), problem_.stream, &params);
+  }
+
+ private:
+  const Context& context_;
+  const Problem& problem_;
+  bool only_load_;
+};
+
+Status run_forward(const Context& context, const Problem& problem, bool only_load) {
+  return Stage(context, problem, only_load)(forward_config(limits_of(context.facts()), problem),
+                                            make_params(problem));
+}
+
+Status run_backward(const Context& context, const Problem& problem, void* workspace, bool only_load) {
+  const DeviceLimits limits = limits_of(context.facts());
+  const BackwardConfig config = backward_config(limits, problem);
+  const BackwardWorkspace places = backward_workspace(config, problem);
+  AttentionParams params = make_params(problem);
+  auto* const memory = static_cast<std::byte*>(workspace);
+  params.delta = reinterpret_cast<float*>(memory + places.delta);
+  params.dq_acc = reinterpret_cast<float*>(memory + places.dq_acc);
+  params.turn = problem.deterministic ? reinterpret_cast<int*>(memory + places.turn) : nullptr;
+
+  params.clear_bytes = places.end - places.dq_acc;
+
+  Stage stage(context, problem, only_load);
+  if (Status status = stage(SmallConfig{Small::delta, config.type}, params); !status.ok()) return status;
+  if (problem.dsinks != nullptr) {
+    if (Status status = stage(SmallConfig{Small::dsinks, config.type}, params); !status.ok()) return status;
+  }
+  if (problem.dbias.given()) {
+    if (Status status = stage(dbias_config(limits, problem), params); !status.ok()) return status;
+  }
+  if (Status status = stage(config, params); !status.ok()) return status;
+  return stage(SmallConfig{Small::convert_dq, config.type}, params);
+}
+
+Status execute(const Problem& problem, void* workspace, bool only_load) {
+  const Result<Context> context = Context::enter(problem.device.device_id);
+  if (!context.ok()) return context.status();
+  return problem.direction == Direction::forward
+             ? run_forward(context.value(), problem, only_load)
+             : run_backward(context.value(), problem, workspace, only_load);
+}
+
+std::string missing() { return unavailable(); }
+
+std::string why_not(const Problem& problem) {
+  if (problem.device.device_type != kDLCUDA) return "the tensors are not in GPU memory";
+  const Result<const DeviceFacts*> facts = device_facts(problem.device.device_id);
+  if (!facts.ok()) return facts.status().message();
+  if (facts.value()->arch < 80) {
+    return "it needs compute capability 8.0, " + facts.value()->name + " has " +
+           std::to_string(facts.value()->arch / 10) + "." + std::to_string(facts.value()->arch % 10);
+  }
+  if (problem.dtype == DType::float32) return "its tiles are float16 or bfloat16, q is float32";
+  if (std::max(problem.batch, problem.num_heads_q) > max_blocks)
+    return "batch or num_heads_q is 2^31 or more";
+  const DeviceLimits limits = limits_of(*facts.value());
+  std::int64_t most = 0;
+  if (problem.direction == Direction::forward) {
+    most = blocks_of(forward_config(limits, problem), problem);
+  } else {
+    const BackwardConfig config = backward_config(limits, problem);
+    most = std::max({blocks_of(config, problem), blocks_of(SmallConfig{Small::delta, config.type}, problem),
+                     blocks_of(SmallConfig{Small::convert_dq, config.type}, problem),
+                     problem.dbias.given() ? blocks_of(dbias_config(limits, problem), problem) : 0});
+  }
+  if (most > max_blocks) return "the problem has " + std::to_string(most) + " tiles, more than 2^31 - 1";
+  return "";
+}
+
+Plan plan(const Problem& problem) {
+  const DeviceLimits limits = limits_of(problem);
+  Plan plan;
+  if (problem.direction == Direction::forward) {
+    const ForwardConfig config = forward_config(limits, problem);
+    plan.block_m = config.block_m;
+    plan.block_n = config.block_n;
+    plan.threads = threads_of(config);
+  } else {
+    const BackwardConfig config = backward_config(limits, problem);
+    plan.block_m = config.block_m;
+    plan.block_n = config.block_n;
+    plan.threads = threads_of(config);
+    plan.workspace = static_cast<std::size_t>(backward_workspace(config, problem).end);
+  }
+  return plan;
+}
+
+Status run(const Problem& problem, const Plan&, void* workspace) {
+  return execute(problem, workspace, false);
+}
+Status prepare(const Problem& problem, const Plan&) { return execute(problem, nullptr, true); }
+
+// Of the main kernel: loads it, and so compiles it where nobody has. Without a compiler there is nothing to
+// say.
+template <class Config>
+void describe_kernel(const Context& context, const Config& config, Explanation& explanation) {
+  const Result<const LoadedKernel*> loaded =
+      load(context, kernel_name(config), shared_of(config), [&] { return program_text(config); });
+  if (!loaded.ok()) return;
+  const LoadedKernel& kernel = *loaded.value();
+  explanation.registers = kernel.resources.registers;
+  explanation.shared_memory = kernel.resources.shared_bytes + shared_of(config);
+  explanation.cubin = name_of(kernel.origin);
+  explanation.cubin_seconds = kernel.seconds;
+  const Result<int> blocks = occupancy(kernel, threads_of(config), shared_of(config));
+  if (blocks.ok() && context.facts().threads_per_multiprocessor > 0)
+    explanation.occupancy =
+        static_cast<double>(blocks.value()) * threads_of(config) / context.facts().threads_per_multiprocessor;
+}
+void describe(const Problem& problem, Explanation& explanation) {
+  const Result<Context> context = Context::enter(problem.device.device_id);
+  if (!context.ok()) return;
+  const DeviceLimits limits = limits_of(context.value().facts());
+  if (problem.direction == Direction::forward) {
+    describe_kernel(context.value(), forward_config(limits, problem), explanation);
+  } else {
+    describe_kernel(context.value(), backward_config(limits, problem), explanation);
+  }
+}
+
+constexpr std::array list{
+    Kernel{"cuda_sm80", "mma.sync tiles of float16 or bfloat16, float32 softmax; every GPU since Ampere",
+           missing, why_not, plan, run, prepare, describe, "cuda"},
+};
+
+}  // namespace
+
+std::span<const Kernel> kernels() { return list; }
+
+}  // namespace tessera::cuda

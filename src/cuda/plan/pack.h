@@ -1,0 +1,18 @@
+// The programs that tessera-pack compiles ahead.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::cuda {
+
+struct PackEntry {
+  std::string name;
+  std::string text;
+  int dynamic_shared = 0;
+};
+
+[[nodiscard]] std::vector<PackEntry> pack_list(std::string_view arch);
+
+}  // namespace tessera::cuda

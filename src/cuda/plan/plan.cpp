@@ -1,0 +1,285 @@
+#include "cuda/plan/plan.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <type_traits>
+#include <utility>
+
+#include "core/attention_params.h"
+#include "cuda/plan/tiles.h"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr int small_threads = 256;
+constexpr int dq_warps = 4;
+constexpr std::int64_t workspace_step = 256;  // bytes
+
+template <class... Args>
+std::string format(const char* pattern, Args... args) {
+  static_assert((std::is_trivially_copyable_v<Args> && ...), "a string needs c_str()");
+  std::array<char, 512> text{};
+  std::snprintf(text.data(), text.size(), pattern, args...);
+  return text.data();
+}
+
+const char* type_name(Half type) { return type == Half::bfloat16 ? "bf16" : "f16"; }
+constexpr std::array<std::pair<Terms, const char*>, 5> term_names = {{{Terms::softcap, "softcap"},
+                                                                      {Terms::alibi, "alibi"},
+                                                                      {Terms::bias, "bias"},
+                                                                      {Terms::dropout, "dropout"},
+                                                                      {Terms::any_scale, "any_scale"}}};
+std::string terms_name(Terms terms) {
+  std::string name;
+  for (const auto& [term, text] : term_names) {
+    if (!has(terms, term)) continue;
+    if (!name.empty()) name += '_';
+    name += text;
+  }
+  return name.empty() ? "plain" : name;
+}
+const char* aligned_name(bool aligned) { return aligned ? "" : "_unaligned"; }
+
+const char* spelled(Half type) { return type == Half::bfloat16 ? "Half::bfloat16" : "Half::float16"; }
+std::string spelled(Terms terms) { return "Terms(" + std::to_string(static_cast<int>(terms)) + ")"; }
+const char* spelled(bool flag) { return flag ? "true" : "false"; }
+
+std::string spelled(const ForwardConfig& c) {
+  return format("ForwardConfig{%s, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.block_n, c.warps, c.per_sm, spelled(c.q_in_registers),
+                spelled(c.aligned), spelled(c.terms).c_str());
+}
+std::string spelled(const BackwardConfig& c) {
+  return format("BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.block_n, c.split, c.stages, c.dq_warps_m, c.per_sm,
+                spelled(c.kv_in_registers), spelled(c.aligned), spelled(c.terms).c_str());
+}
+std::string spelled(const DbiasConfig& c) {
+  return format("DbiasConfig{%s, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim, c.head_dim_v, c.block,
+                spelled(c.aligned), spelled(c.terms).c_str());
+}
+
+// A program of one kernel: call is what its body does with params.
+std::string program(const std::string& header, const std::string& name, int threads, int per_sm,
+                    const std::string& call, const std::string& checks) {
+  return "#include \"" + header + "\"\nusing namespace tessera;\n" + checks +
+         "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ", " +
+         std::to_string(per_sm) + ") " + name + "(const __grid_constant__ AttentionParams params) {\n  " +
+         call + "(params);\n}\n";
+}
+template <class Config>
+std::string program(const char* header, const char* function, const char* shared, int per_sm,
+                    const Config& config) {
+  const std::string spelling = spelled(config);
+  const std::string checks = "static_assert(sizeof(sm80::" + std::string(shared) + "<" + spelling +
+                             ">) == " + std::to_string(shared_of(config)) + ");\n";
+  return program(header, kernel_name(config), threads_of(config), per_sm,
+                 "sm80::" + std::string(function) + "<" + spelling + ">", checks);
+}
+
+// The widths that tiles come in.
+int tile_width(int head_dim) {
+  for (const int width : {64, 96, 128, 192}) {
+    if (head_dim <= width) return width;
+  }
+  return 256;
+}
+template <class Rows>
+auto row_for(const Rows& rows, int head_dim) {
+  return *std::find_if(rows.begin(), rows.end(), [&](const auto& row) { return head_dim <= row.head_dim; });
+}
+// ALiBi is where the sum of q k^T begins: it needs hardly more registers, and on sm_90, which has its uniform
+// ones beside them, none.
+bool is_light(const DeviceLimits& limits, Terms terms) {
+  return terms == Terms::plain || (terms == Terms::alibi && limits.arch >= 90);
+}
+const TileTable& table_for(const DeviceLimits& limits) {
+  constexpr std::int64_t sm80_shared = 160 << 10, sm90_shared = 220 << 10;
+  return limits.shared_per_block >= sm90_shared   ? sm90_tiles
+         : limits.shared_per_block >= sm80_shared ? sm80_tiles
+                                                  : small_tiles;
+}
+
+Half half_of(const Problem& problem) {
+  return problem.dtype == DType::bfloat16 ? Half::bfloat16 : Half::float16;
+}
+Terms terms_of(const Problem& problem) {
+  Terms terms = problem.softmax_scale > 0 ? Terms::plain : Terms::any_scale;
+  if (problem.softcap != 0) terms = terms | Terms::softcap;
+  if (problem.alibi_slopes != nullptr) terms = terms | Terms::alibi;
+  if (problem.bias.given()) terms = terms | Terms::bias;
+  if (problem.dropout.active()) terms = terms | Terms::dropout;
+  return terms;
+}
+bool inputs_aligned(const Problem& problem) {
+  const bool whole = problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0;
+  const bool forward = rows_aligned(problem.q) && rows_aligned(problem.k) && rows_aligned(problem.v);
+  if (problem.direction == Direction::forward) return whole && forward;
+  return whole && forward && problem.dout.dtype != DType::float32 && rows_aligned(problem.dout);
+}
+
+std::int64_t tiles_q(const Problem& problem, int rows) {
+  return count_tiles(problem.batch, static_cast<int>(problem.rows_q), problem.packed, rows);
+}
+std::int64_t tiles_k(const Problem& problem, int rows) {
+  return count_tiles(problem.batch, static_cast<int>(problem.rows_k), problem.packed, rows);
+}
+std::int64_t all_rows_q(const Problem& problem) {
+  return problem.packed ? problem.rows_q : problem.batch * problem.rows_q;
+}
+std::int64_t ceil_div(std::int64_t x, std::int64_t y) { return (x + y - 1) / y; }
+
+}  // namespace
+
+std::string kernel_name(const ForwardConfig& c) {
+  return format("tessera_sm80_forward_%s_d%dx%d_m%dn%dw%d%s_%s%s", type_name(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.block_n, c.warps, c.q_in_registers ? "q" : "",
+                terms_name(c.terms).c_str(), aligned_name(c.aligned));
+}
+std::string kernel_name(const BackwardConfig& c) {
+  return format("tessera_sm80_backward_%s_d%dx%d_m%dn%d_split%d_stages%d_dq%d%s_%s%s", type_name(c.type),
+                c.head_dim, c.head_dim_v, c.block_m, c.block_n, c.split, c.stages, c.dq_warps_m,
+                c.kv_in_registers ? "kv" : "", terms_name(c.terms).c_str(), aligned_name(c.aligned));
+}
+std::string kernel_name(const DbiasConfig& c) {
+  return format("tessera_sm80_dbias_%s_d%dx%d_b%d_%s%s", type_name(c.type), c.head_dim, c.head_dim_v, c.block,
+                terms_name(c.terms).c_str(), aligned_name(c.aligned));
+}
+std::string kernel_name(const SmallConfig& c) {
+  const char* name = c.kernel == Small::delta ? "delta" : c.kernel == Small::dsinks ? "dsinks" : "convert_dq";
+  return format("tessera_%s_%s", name, type_name(c.type));
+}
+
+std::string program_text(const ForwardConfig& c) {
+  return program("sm80/forward.cuh", "forward", "ForwardShared", c.per_sm, c);
+}
+std::string program_text(const BackwardConfig& c) {
+  return program("sm80/backward.cuh", "backward", "BackwardShared", c.per_sm, c);
+}
+std::string program_text(const DbiasConfig& c) {
+  return program("sm80/dbias.cuh", "dbias", "DbiasShared", 1, c);
+}
+std::string program_text(const SmallConfig& c) {
+  const char* name = c.kernel == Small::delta ? "delta" : c.kernel == Small::dsinks ? "dsinks" : "convert_dq";
+  const char* header = c.kernel == Small::convert_dq ? "dq.cuh" : "delta.cuh";
+  return program(header, kernel_name(c), threads_of(c), 1,
+                 format("%s<%s, %d>", name, spelled(c.type), threads_of(c)), "");
+}
+
+int threads_of(const ForwardConfig& c) { return c.warps * 32; }
+int threads_of(const BackwardConfig& c) { return c.warps() * 32; }
+int threads_of(const DbiasConfig& c) { return c.threads(); }
+int threads_of(const SmallConfig& c) { return c.kernel == Small::convert_dq ? dq_warps * 32 : small_threads; }
+
+int shared_of(const ForwardConfig& c) {
+  const int loop = (c.block_m * c.head_dim + c.block_n * (c.head_dim + c.head_dim_v)) * 2;
+  return std::max(loop, c.block_m * c.head_dim_v * 2);
+}
+int shared_of(const BackwardConfig& c) {
+  const int keys = c.block_n * (c.head_dim + c.head_dim_v), queries = c.block_m * (c.head_dim + c.head_dim_v);
+  const int passed = c.block_n * (c.block_m + (c.split == 1 ? 32 : c.block_m));
+  const int rest = 2 * c.block_m * 4 + 8;
+  return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
+}
+int shared_of(const DbiasConfig& c) {
+  const int rest = (2 * c.block + c.block * (c.block + 1)) * 4;
+  return (2 * c.block * (c.head_dim + c.head_dim_v) * 2 + rest + 127) / 128 * 128;
+}
+int shared_of(const SmallConfig&) { return 0; }
+
+ForwardConfig forward_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
+                             bool aligned) {
+  const TileTable& table = table_for(limits);
+  const ForwardTiles tiles =
+      row_for(is_light(limits, terms) ? table.forward : table.forward_terms, std::max(head_dim, head_dim_v));
+  // Bias is in registers before it is added: fewer keys at a time.
+  const int block_n =
+      has(terms, Terms::bias) && head_dim > 64 ? std::max(32, tiles.block_n / 2) : tiles.block_n;
+  return {type,        tile_width(head_dim), tile_width(head_dim_v), tiles.block_m, block_n,
+          tiles.warps, tiles.per_sm,         tiles.q_in_registers,   aligned,       terms};
+}
+BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
+                               Terms terms, bool aligned) {
+  const TileTable& table = table_for(limits);
+  const BackwardTiles tiles = row_for(is_light(limits, terms) ? table.backward : table.backward_terms,
+                                      std::max(head_dim, head_dim_v));
+  // Shared by several warps, columns of 96 come in no whole parts.
+  const auto width_of = [&](int dim) {
+    return tiles.split > 1 ? std::max(tile_width(dim), dim > 64 ? 128 : 64) : tile_width(dim);
+  };
+  // Warps share dq by rows and columns of at least 16.
+  const int width = width_of(head_dim), warps = tiles.block_n / 16 * tiles.split;
+  int dq_warps_m = tiles.dq_warps_m;
+  while (width * dq_warps_m % (warps * 16) != 0) dq_warps_m *= 2;
+  BackwardConfig config{type,        width,        width_of(head_dim_v), tiles.block_m, tiles.block_n,
+                        tiles.split, tiles.stages, dq_warps_m,           tiles.per_sm,  tiles.kv_in_registers,
+                        aligned,     terms};
+  if (shared_of(config) > limits.shared_per_block) config.stages = 1;
+  return config;
+}
+DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
+                         bool aligned) {
+  DbiasConfig config{type, tile_width(head_dim), tile_width(head_dim_v), 64, aligned, terms};
+  if (shared_of(config) > limits.shared_per_block) config.block = 32;
+  return config;
+}
+
+ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem) {
+  return forward_config(limits, half_of(problem), static_cast<int>(problem.head_dim),
+                        static_cast<int>(problem.head_dim_v), terms_of(problem), inputs_aligned(problem));
+}
+BackwardConfig backward_config(const DeviceLimits& limits, const Problem& problem) {
+  return backward_config(limits, half_of(problem), static_cast<int>(problem.head_dim),
+                         static_cast<int>(problem.head_dim_v), terms_of(problem), inputs_aligned(problem));
+}
+DbiasConfig dbias_config(const DeviceLimits& limits, const Problem& problem) {
+  return dbias_config(limits, half_of(problem), static_cast<int>(problem.head_dim),
+                      static_cast<int>(problem.head_dim_v), terms_of(problem), inputs_aligned(problem));
+}
+
+bool rows_aligned(const View& view) {
+  const std::int64_t size = size_of(view.dtype);
+  const auto whole = [&](std::int64_t stride) { return stride * size % 16 == 0; };
+  return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && whole(view.batch) && whole(view.seq) &&
+         whole(view.head);
+}
+
+std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem) {
+  return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
+}
+std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
+  return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
+}
+std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem) {
+  const auto& extent = problem.dbias.extent;
+  return extent[0] * extent[1] * ceil_div(extent[2], config.block) * ceil_div(extent[3], config.block);
+}
+std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
+  switch (config.kernel) {
+    case Small::delta: {
+      std::int64_t lanes = 1;  // of a row, as the kernel counts them
+      while (lanes * 8 < problem.head_dim_v && lanes < 32) lanes *= 2;
+      return ceil_div(all_rows_q(problem) * problem.num_heads_q, small_threads / lanes);
+    }
+    case Small::dsinks:
+      return problem.num_heads_q;
+    case Small::convert_dq:
+      return problem.rows_q == 0 ? 0 : ceil_div(tiles_q(problem, 16) * problem.num_heads_q, dq_warps);
+  }
+  return 0;
+}
+
+BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem) {
+  const auto padded = [](std::int64_t bytes) { return ceil_div(bytes, workspace_step) * workspace_step; };
+  BackwardWorkspace w;
+  w.dq_acc = padded(all_rows_q(problem) * problem.num_heads_q * 4);  // delta stands first
+  w.turn = w.dq_acc +
+           padded(tiles_q(problem, 16) * problem.num_heads_q * 16 * ceil_div(problem.head_dim, 8) * 8 * 4);
+  w.end =
+      w.turn +
+      padded(problem.deterministic ? (tiles_q(problem, config.block_m) * problem.num_heads_q + 1) * 4 : 0);
+  return w;
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,71 @@
+// What runs for a problem on a GPU: configs, their names and programs, workspace. Pure functions, no GPU
+// needed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/attention_config.h"
+#include "core/problem.h"
+
+namespace tessera::cuda {
+
+struct DeviceLimits {
+  int arch = 0;  // 80, 90, ...
+  std::int64_t shared_per_block = 0;
+};
+
+// The kernels that are compiled for a type only.
+enum class Small : std::uint8_t { delta, dsinks, convert_dq };
+struct SmallConfig {
+  Small kernel;
+  Half type;
+};
+
+// A config's kernel: its name (all of the config is in it), the text of its program, a block's size.
+[[nodiscard]] std::string kernel_name(const ForwardConfig& config);
+[[nodiscard]] std::string kernel_name(const BackwardConfig& config);
+[[nodiscard]] std::string kernel_name(const DbiasConfig& config);
+[[nodiscard]] std::string kernel_name(const SmallConfig& config);
+[[nodiscard]] std::string program_text(const ForwardConfig& config);
+[[nodiscard]] std::string program_text(const BackwardConfig& config);
+[[nodiscard]] std::string program_text(const DbiasConfig& config);
+[[nodiscard]] std::string program_text(const SmallConfig& config);
+[[nodiscard]] int threads_of(const ForwardConfig& config);
+[[nodiscard]] int threads_of(const BackwardConfig& config);
+[[nodiscard]] int threads_of(const DbiasConfig& config);
+[[nodiscard]] int threads_of(const SmallConfig& config);
+// Bytes of dynamic shared memory. The program asserts that it is its struct's size.
+[[nodiscard]] int shared_of(const ForwardConfig& config);
+[[nodiscard]] int shared_of(const BackwardConfig& config);
+[[nodiscard]] int shared_of(const DbiasConfig& config);
+[[nodiscard]] int shared_of(const SmallConfig& config);
+
+// The config for tensors whose rows are, or are not, whole aligned pieces of 16 bytes.
+[[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, Half type, int head_dim,
+                                           int head_dim_v, Terms terms, bool aligned);
+[[nodiscard]] BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_dim,
+                                             int head_dim_v, Terms terms, bool aligned);
+[[nodiscard]] DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
+                                       Terms terms, bool aligned);
+
+[[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem);
+[[nodiscard]] BackwardConfig backward_config(const DeviceLimits& limits, const Problem& problem);
+[[nodiscard]] DbiasConfig dbias_config(const DeviceLimits& limits, const Problem& problem);
+
+// Whether every row of a tensor starts at a multiple of 16 bytes.
+[[nodiscard]] bool rows_aligned(const View& view);
+
+// Blocks of each kernel's grid.
+[[nodiscard]] std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t blocks_of(const SmallConfig& config, const Problem& problem);
+
+// Backward's workspace, in bytes from its start.
+struct BackwardWorkspace {
+  std::int64_t delta = 0, dq_acc = 0, turn = 0, end = 0;  // dq_acc to end are to be cleared
+};
+[[nodiscard]] BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem);
+
+}  // namespace tessera::cuda

@@ -1,0 +1,105 @@
+// Tile sizes of the GPU kernels: one row for the head dims up to a bound. kernels/sm80/NOTES.md has the
+// measurements.
+#pragma once
+
+#include <array>
+
+namespace tessera::cuda {
+
+struct ForwardTiles {
+  int head_dim;  // up to; the larger of head_dim and head_dim_v
+  int block_m, block_n, warps, per_sm;
+  bool q_in_registers;
+};
+
+struct BackwardTiles {
+  int head_dim;
+  int block_m, block_n, split;
+  int stages;  // 1 where shared memory has no room for 2
+  int dq_warps_m, per_sm;
+  bool kv_in_registers;
+};
+
+// _terms: where the score has softcap, ALiBi, bias or dropout, which want registers.
+struct TileTable {
+  std::array<ForwardTiles, 5> forward, forward_terms;
+  std::array<BackwardTiles, 5> backward, backward_terms;
+};
+
+// clang-format off
+// sm_90, and what came after with as much shared memory.
+inline constexpr TileTable sm90_tiles = {
+    //  head_dim  block_m  block_n  warps  per_sm  q_in_registers
+    {{ { 64,      128,     128,     4,     2,      false},
+       { 96,      128,      64,     4,     2,      false},
+       {128,      128,      64,     4,     2,      false},
+       {192,       64,      64,     4,     2,      false},
+       {256,       64,      64,     4,     2,      false}}},
+    {{ { 64,      128,      64,     4,     2,      true},
+       { 96,      128,      64,     4,     2,      false},
+       {128,      128,      64,     4,     2,      false},
+       {192,       64,      64,     4,     2,      false},
+       {256,       64,      64,     4,     2,      false}}},
+    //  head_dim  block_m  block_n  split  stages  dq_warps_m  per_sm  kv_in_registers
+    {{ { 64,       64,      64,     1,     2,      2,          2,      true},
+       { 96,       64,      64,     1,     2,      4,          2,      false},
+       {128,       64,      64,     1,     2,      2,          2,      false},
+       {192,       64,      64,     2,     1,      2,          1,      false},
+       {256,       64,      64,     2,     2,      2,          1,      false}}},
+    {{ { 64,       64,      64,     1,     2,      2,          2,      false},
+       { 96,       32,      64,     1,     1,      2,          2,      false},
+       {128,       32,      64,     1,     1,      2,          2,      false},
+       {192,       32,      64,     2,     1,      2,          1,      false},
+       {256,       32,      64,     2,     1,      2,          1,      false}}},
+};
+// sm_80. No such card was at hand: these are the sizes of sm_90, made smaller where registers spilled.
+inline constexpr TileTable sm80_tiles = {
+    //  head_dim  block_m  block_n  warps  per_sm  q_in_registers
+    {{ { 64,      128,      64,     4,     2,      true},
+       { 96,      128,      64,     4,     2,      false},
+       {128,      128,      64,     4,     2,      false},
+       {192,       64,      64,     4,     2,      false},
+       {256,       64,      64,     4,     2,      false}}},
+    {{ { 64,      128,      64,     4,     2,      true},
+       { 96,      128,      32,     4,     2,      false},
+       {128,      128,      32,     4,     2,      false},
+       {192,       64,      64,     4,     2,      false},
+       {256,       64,      64,     4,     2,      false}}},
+    //  head_dim  block_m  block_n  split  stages  dq_warps_m  per_sm  kv_in_registers
+    {{ { 64,       64,      64,     1,     2,      2,          2,      true},
+       { 96,       64,      64,     1,     2,      4,          2,      false},
+       {128,       64,      64,     1,     2,      2,          2,      false},
+       {192,       64,      64,     2,     1,      2,          1,      false},
+       {256,       64,      64,     2,     2,      2,          1,      false}}},
+    {{ { 64,       64,      64,     1,     2,      2,          2,      false},
+       { 96,       32,      64,     1,     1,      2,          2,      false},
+       {128,       32,      64,     1,     1,      2,          2,      false},
+       {192,       32,      64,     2,     1,      2,          1,      false},
+       {256,       32,      64,     2,     1,      2,          1,      false}}},
+};
+// Those with 100 KB of shared memory: sm_86, sm_89, sm_120. Not timed either.
+inline constexpr TileTable small_tiles = {
+    {{ { 64,      128,      64,     4,     2,      true},
+       { 96,       64,      64,     4,     2,      false},
+       {128,       64,      64,     4,     2,      false},
+       {192,       64,      32,     4,     1,      false},
+       {256,       64,      32,     4,     1,      false}}},
+    {{ { 64,      128,      64,     4,     2,      true},
+       { 96,       64,      32,     4,     2,      false},
+       {128,       64,      32,     4,     2,      false},
+       {192,       64,      32,     4,     1,      false},
+       {256,       64,      32,     4,     1,      false}}},
+    {{ { 64,       64,      64,     1,     1,      2,          2,      false},
+       { 96,       64,      64,     1,     1,      2,          1,      false},
+       {128,       64,      64,     1,     1,      2,          1,      false},
+       {192,       32,      64,     2,     1,      2,          1,      false},
+       {256,       32,      32,     2,     1,      2,          1,      false}}},
+    {{ { 64,       32,      64,     1,     1,      2,          2,      false},
+       { 96,       32,      64,     1,     1,      2,          1,      false},
+       {128,       32,      64,     1,     1,      2,          1,      false},
+       {192,       32,      64,     2,     1,      2,          1,      false},
+       {256,       32,      32,     2,     1,      2,          1,      false}}},
+};
+// clang-format on
+
+}  // namespace tessera::cuda

@@ -1,0 +1,192 @@
+// The plan of the GPU kernels: pure functions, no GPU. What is compiled is checked by tessera-pack.
+#include "cuda/plan/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/attention_params.h"
+#include "cuda/plan/pack.h"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr DeviceLimits ampere{80, 163 << 10}, ada{89, 99 << 10}, hopper{90, 227 << 10};
+constexpr Terms every_term = Terms::softcap | Terms::alibi | Terms::bias | Terms::dropout | Terms::any_scale;
+
+// Every head dim, equal or not, gets tiles that fit the device, and that its warps can share out.
+TEST(Plan, EveryHeadDimFitsEveryDevice) {
+  for (const DeviceLimits& limits : {ampere, ada, hopper}) {
+    for (int head_dim = 1; head_dim <= 256; ++head_dim) {
+      for (const int head_dim_v : {1, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256}) {
+        for (const Terms terms : {Terms::plain, Terms::alibi, every_term}) {
+          SCOPED_TRACE(std::to_string(limits.arch) + ": " + std::to_string(head_dim) + " x " +
+                       std::to_string(head_dim_v));
+          const ForwardConfig f = forward_config(limits, Half::float16, head_dim, head_dim_v, terms, true);
+          ASSERT_GE(f.head_dim, head_dim);
+          ASSERT_GE(f.head_dim_v, head_dim_v);
+          ASSERT_LE(shared_of(f), limits.shared_per_block);
+          ASSERT_EQ(f.block_m % (16 * f.warps), 0);
+          ASSERT_EQ(f.block_n % 32, 0);  // dropout's blocks of 8 keys, four lanes
+
+          const BackwardConfig b = backward_config(limits, Half::float16, head_dim, head_dim_v, terms, true);
+          ASSERT_GE(b.head_dim, head_dim);
+          ASSERT_GE(b.head_dim_v, head_dim_v);
+          ASSERT_LE(shared_of(b), limits.shared_per_block);
+          ASSERT_EQ(b.block_m / b.split % 16, 0);
+          ASSERT_EQ(b.block_m / b.dq_warps_m % 16, 0);
+          ASSERT_EQ(b.head_dim / (b.warps() / b.dq_warps_m) % 16, 0);
+          ASSERT_EQ(b.head_dim / b.dkv_split() % 16, 0);
+          ASSERT_EQ(b.head_dim_v / b.dkv_split() % 16, 0);
+          ASSERT_EQ(b.block_n / (b.warps() / b.dkv_split()) % 16, 0);
+
+          ASSERT_LE(shared_of(dbias_config(limits, Half::float16, head_dim, head_dim_v, terms, true)),
+                    limits.shared_per_block);
+        }
+      }
+    }
+  }
+}
+
+// The name is the key of the caches: whatever changes the program changes it.
+TEST(Plan, NamesTellConfigsApart) {
+  const ForwardConfig f = forward_config(hopper, Half::bfloat16, 128, 128, Terms::plain, true);
+  std::vector<ForwardConfig> forwards(10, f);
+  forwards[1].type = Half::float16;
+  forwards[2].head_dim = 64;
+  forwards[3].head_dim_v = 64;
+  forwards[4].block_m = 64;
+  forwards[5].block_n = 32;
+  forwards[6].warps = 8;
+  forwards[7].q_in_registers = !f.q_in_registers;
+  forwards[8].aligned = false;
+  forwards[9].terms = every_term;
+  std::set<std::string> names;
+  for (const ForwardConfig& config : forwards) names.insert(kernel_name(config));
+  EXPECT_EQ(names.size(), forwards.size());
+
+  const BackwardConfig b = backward_config(hopper, Half::bfloat16, 128, 128, Terms::plain, true);
+  std::vector<BackwardConfig> backwards(11, b);
+  backwards[1].type = Half::float16;
+  backwards[2].head_dim = 64;
+  backwards[3].head_dim_v = 64;
+  backwards[4].block_m = 32;
+  backwards[5].block_n = 32;
+  backwards[6].split = 2;
+  backwards[7].stages = 1;
+  backwards[8].dq_warps_m = 1;
+  backwards[9].kv_in_registers = !b.kv_in_registers;
+  backwards[10].terms = Terms::dropout;
+  names.clear();
+  for (const BackwardConfig& config : backwards) names.insert(kernel_name(config));
+  EXPECT_EQ(names.size(), backwards.size());
+}
+
+TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
+  for (const char* arch : {"sm_80", "sm_86", "sm_89", "sm_90a"}) {
+    std::set<std::string> names;
+    for (const PackEntry& entry : pack_list(arch)) {
+      EXPECT_EQ(entry.name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_"), std::string::npos)
+          << entry.name;
+      EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ AttentionParams params)"),
+                std::string::npos)
+          << entry.text;
+      EXPECT_TRUE(names.insert(entry.name).second) << entry.name;
+    }
+    EXPECT_GE(names.size(), 30u) << arch;
+  }
+}
+
+Problem problem_of(std::int64_t batch, std::int64_t seqlen, std::int64_t heads, std::int64_t head_dim) {
+  Problem p;
+  p.direction = Direction::backward;
+  p.dtype = DType::bfloat16;
+  p.batch = batch;
+  p.rows_q = p.rows_k = seqlen;
+  p.num_heads_q = p.num_heads_k = heads;
+  p.head_dim = p.head_dim_v = head_dim;
+  return p;
+}
+
+TEST(Plan, BackwardsWorkspaceIsDqAndDeltaAndLittleMore) {
+  for (const int head_dim : {64, 128, 256}) {
+    for (const bool deterministic : {false, true}) {
+      Problem p = problem_of(2, 8192, 2048 / head_dim, head_dim);
+      p.deterministic = deterministic;
+      const BackwardConfig config = backward_config(hopper, p);
+      const std::int64_t rows = 2LL * 8192 * (2048 / head_dim);
+      const std::int64_t bytes = backward_workspace(config, p).end;
+      EXPECT_GE(bytes, rows * head_dim * 4 + rows * 4);
+      EXPECT_LE(bytes, rows * head_dim * 4 + rows * 4 + (1 << 20));
+    }
+  }
+}
+
+TEST(Plan, GridsCoverEveryRow) {
+  const Problem p = problem_of(3, 1000, 5, 64);
+  const ForwardConfig f = forward_config(hopper, p);
+  EXPECT_EQ(blocks_of(f, p), 3 * ((1000 + f.block_m - 1) / f.block_m) * 5);
+  const BackwardConfig b = backward_config(hopper, p);
+  EXPECT_EQ(blocks_of(b, p), 3 * ((1000 + b.block_n - 1) / b.block_n) * 5);
+  EXPECT_EQ(blocks_of(f, problem_of(0, 1000, 5, 64)), 0);
+  EXPECT_EQ(blocks_of(f, problem_of(3, 0, 5, 64)), 0);
+  EXPECT_EQ(blocks_of(b, problem_of(3, 0, 5, 64)), 0);
+}
+
+// Every tile of every packed sequence has a number of its own below the count, and find_tile gives it back.
+TEST(Tiles, PackedNumbersAreTheirSequencesOwn) {
+  const std::vector<std::vector<int>> layouts = {
+      {0}, {0, 0, 0}, {0, 128, 128, 129, 700, 701}, {0, 1, 2, 3, 4, 5}, {0, 1000}};
+  for (const std::vector<int>& cu : layouts) {
+    const int batch = static_cast<int>(cu.size()) - 1;
+    for (const int tail : {0, 1, 300}) {
+      const int rows = cu.back() + tail;
+      for (const int tile : {16, 64, 128}) {
+        const long long count = count_tiles(batch, rows, true, tile);
+        std::set<long long> taken;
+        for (int b = 0; b <= batch; ++b) {  // the rows behind the last sequence are one more
+          const int length = (b == batch ? rows : cu[b + 1]) - cu[b];
+          for (int i = 0; i < tiles_of(length, tile); ++i) {
+            const int number = first_tile(cu.data(), b, rows, tile) + i;
+            EXPECT_LT(number, count);
+            EXPECT_TRUE(taken.insert(number).second);
+            const TileIndex found = find_tile(cu.data(), batch, rows, tile, static_cast<unsigned>(number));
+            EXPECT_EQ(found.b, b);
+            EXPECT_EQ(found.tile, i);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Tiles, DenseNumbersCountThrough) {
+  for (unsigned number = 0; number < 12; ++number) {
+    const TileIndex found = find_tile(nullptr, 4, 130, 64, number);
+    EXPECT_EQ(found.b, static_cast<int>(number / 3));
+    EXPECT_EQ(found.tile, static_cast<int>(number % 3));
+  }
+}
+
+// Lengths that lie outside their tensors, which the host of a GPU cannot see, are cut to them.
+TEST(Tiles, LengthsStayWithinTheTensors) {
+  const int cu[] = {-5, 40, 30, 1000}, used[] = {900, -7, 3};
+  AttentionParams params{};
+  params.batch = 3;
+  params.rows_q = params.rows_k = 100;
+  params.cu_seqlens_q = params.cu_seqlens_k = cu;
+  params.seqused_k = used;
+  for (int b = 0; b <= 3; ++b) {
+    const SequenceArg s = params.sequence(b);
+    EXPECT_GE(s.q_begin, 0);
+    EXPECT_GE(s.allocated_q, 0);
+    EXPECT_LE(s.q_begin + s.allocated_q, 100);
+    EXPECT_GE(s.seqlen_k, 0);
+    EXPECT_LE(s.seqlen_k, s.allocated_k);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cuda
