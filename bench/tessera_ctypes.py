@@ -1,4 +1,5 @@
-"""libtessera through its C ABI, by ctypes, on torch tensors: what compare.py times.
+"""libtessera through its C ABI, by ctypes, on torch tensors of the CPU or a GPU: what compare.py and
+gpu_compare.py time.
 
 A mirror of include/tessera/tessera.h; `Library` refuses a library of another ABI version.
 """
@@ -6,6 +7,7 @@ A mirror of include/tessera/tessera.h; `Library` refuses a library of another AB
 from __future__ import annotations
 
 import ctypes
+import json
 from ctypes import (
     POINTER,
     Structure,
@@ -77,6 +79,7 @@ class Options(Structure):
         ("kernel", c_char_p),
         ("num_threads", c_int32),
         ("reserved", c_int32),
+        ("stream", c_void_p),
     ]
 
 
@@ -107,7 +110,9 @@ DTYPES = {
     torch.float32: DLDataType(2, 32, 1),
     torch.float16: DLDataType(2, 16, 1),
     torch.bfloat16: DLDataType(4, 16, 1),
+    torch.int32: DLDataType(0, 32, 1),
 }
+DL_CPU, DL_CUDA = 1, 2
 
 
 class View:
@@ -118,8 +123,9 @@ class View:
         extents = c_int64 * tensor.dim()
         self.shape = extents(*tensor.shape)
         self.strides = extents(*tensor.stride())
+        device = DLDevice(DL_CUDA, tensor.device.index or 0) if tensor.is_cuda else DLDevice(DL_CPU, 0)
         self.dl = DLTensor(
-            tensor.data_ptr(), DLDevice(1, 0), tensor.dim(), DTYPES[tensor.dtype], self.shape, self.strides, 0
+            tensor.data_ptr(), device, tensor.dim(), DTYPES[tensor.dtype], self.shape, self.strides, 0
         )
 
     def pointer(self) -> ctypes._Pointer[DLTensor]:
@@ -130,19 +136,37 @@ class Call:
     """A prepared call: run() does nothing but cross the ABI."""
 
     def __init__(
-        self, library: Library, name: str, args: ForwardArgs | BackwardArgs, alive: list[object]
+        self,
+        library: Library,
+        name: str,
+        args: ForwardArgs | BackwardArgs,
+        alive: list[object],
+        device: torch.device,
     ) -> None:
-        self.library, self.args, self.alive = library, args, alive
+        self.library, self.name, self.args, self.alive = library, name, args, alive
         self.function = getattr(library.lib, f"tessera_{name}")
+        self.reference = ctypes.byref(args)
         size = c_size_t()
         library.check(
-            getattr(library.lib, f"tessera_{name}_workspace_size")(ctypes.byref(args), ctypes.byref(size))
+            getattr(library.lib, f"tessera_{name}_workspace_size")(self.reference, ctypes.byref(size))
         )
-        self.workspace = torch.empty(max(size.value, 1), dtype=torch.uint8)
+        self.workspace_bytes = size.value
+        self.workspace = torch.empty(max(size.value, 1), dtype=torch.uint8, device=device)
         args.workspace, args.workspace_bytes = self.workspace.data_ptr(), size.value
 
     def run(self) -> None:
-        self.library.check(self.function(ctypes.byref(self.args)))
+        if self.function(self.reference) != 0:
+            raise RuntimeError(self.library.last_error())
+
+    def prepare(self) -> None:
+        self.library.check(getattr(self.library.lib, f"tessera_prepare_{self.name}")(self.reference))
+
+    def explain(self) -> dict[str, object]:
+        function, size = getattr(self.library.lib, f"tessera_explain_{self.name}"), c_size_t()
+        self.library.check(function(self.reference, None, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self.library.check(function(self.reference, buffer, ctypes.byref(size)))
+        return json.loads(buffer.value.decode())
 
 
 class Library:
@@ -156,14 +180,29 @@ class Library:
 
     def check(self, code: int) -> None:
         if code != 0:
-            raise RuntimeError(self.lib.tessera_last_error().decode())
+            raise RuntimeError(self.last_error())
+
+    def last_error(self) -> str:
+        return self.lib.tessera_last_error().decode()
 
     def last_kernel(self) -> str:
         return self.lib.tessera_last_kernel().decode()
 
-    def options(self, *, causal: bool, threads: int) -> Options:
+    def options(self, *, causal: bool = False, threads: int = 0, **more: object) -> Options:
+        """more: fields of tessera_options by name; tensors as torch tensors, kernel as str. On a GPU, the
+        work goes on torch's current stream of this moment."""
         options = Options(struct_size=ctypes.sizeof(Options), window_left=UNBOUNDED, window_right=UNBOUNDED)
         options.causal, options.num_threads = causal, threads
+        if torch.cuda.is_available():
+            options.stream = torch.cuda.current_stream().cuda_stream
+        options.alive = []  # what the pointers below point to
+        for name, value in more.items():
+            if isinstance(value, torch.Tensor):
+                view = View(value)
+                options.alive.append(view)
+                setattr(options, name, view.pointer())
+            else:
+                setattr(options, name, value.encode() if isinstance(value, str) else value)
         return options
 
     def _fill(
@@ -177,8 +216,8 @@ class Library:
 
     def forward(self, options: Options, **tensors: torch.Tensor) -> Call:
         args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs))
-        return Call(self, "forward", args, self._fill(args, options, tensors))
+        return Call(self, "forward", args, self._fill(args, options, tensors), tensors["q"].device)
 
     def backward(self, options: Options, **tensors: torch.Tensor) -> Call:
         args = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs))
-        return Call(self, "backward", args, self._fill(args, options, tensors))
+        return Call(self, "backward", args, self._fill(args, options, tensors), tensors["q"].device)

@@ -12,6 +12,7 @@
 #include "core/problem.h"
 #include "tessera/tessera.hpp"
 #include "verify/case.h"
+#include "verify/mirror.h"
 
 namespace tessera::verify {
 
@@ -84,9 +85,10 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
-// With a workspace of its own, poisoned and between guards.
+// With a workspace of its own, poisoned and between guards. Where the call forces a GPU kernel, on a GPU.
 template <class Call>
 Status run_call(Call call, Status (*function)(const Call&)) {
+  if (on_gpu(call.options.kernel)) return run_mirrored(call, function);
   const Result<std::size_t> bytes = workspace_size(call);
   if (!bytes.ok()) return bytes.status();
   Scratch scratch(bytes.value());

@@ -36,18 +36,9 @@ class KernelTest : public testing::TestWithParam<KernelInfo> {
     if (!GetParam().available) GTEST_SKIP() << GetParam().name << ": " << GetParam().why_not;
   }
 
-  // The case, forced onto this kernel; in bfloat16 throughout where the kernel takes nothing else.
-  static Case forced(Case c) {
-    c.kernel = GetParam().name;
-    const Tensors tensors(c);
-    if (workspace_size(tensors.forward_call()).ok() && workspace_size(tensors.backward_call()).ok()) return c;
-    c.dtype = c.o_dtype = DType::bfloat16;
-    const auto adapted = [](DType dtype) { return dtype == DType::float16 ? DType::bfloat16 : dtype; };
-    c.grad_dtype = adapted(c.grad_dtype);
-    c.bias_dtype = adapted(c.bias_dtype);
-    c.sinks_dtype = adapted(c.sinks_dtype);
-    return c;
-  }
+  // The case, forced onto this kernel, in dtypes that it takes.
+  static Case forced(const Case& c) { return verify::forced(c, GetParam().name); }
+  static bool on_gpu() { return GetParam().device == "cuda"; }
 
   static void expect_right(const Case& c) {
     const Verdict verdict = judge(forced(c));

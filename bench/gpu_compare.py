@@ -1,0 +1,619 @@
+#!/usr/bin/env python3
+"""Tessera's GPU kernels against PyTorch's scaled_dot_product_attention: FlashAttention-2 and cuDNN.
+
+The grid: 16,384 tokens, hidden size 2048, bfloat16, head_dim 64, 128 and 256, causal or not, seqlen 512 to
+16384, forward and backward. All sides take turns in one process on the same random data, which rotates
+through three sets; a turn is timed by CUDA events, behind a kernel that keeps the GPU busy while the turn is
+queued. A cell's ratio is the median over the turns of their time by ours.
+
+Every cell is checked first, against attention in float32 on a slice and against the flash backend everywhere.
+Then: what each option costs, workspace sizes, JIT times. Prints a row a cell and whether each goal is met;
+writes JSON and a plot.
+
+Several libraries (--library NAME=PATH ...) are compared with each other in one table: for tuning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from tessera_ctypes import Call, Library
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+TOKENS, HIDDEN = 16384, 2048
+HEAD_DIMS = (64, 128, 256)
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+DIRECTIONS = ("forward", "backward")
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+SETS = 3
+TURN = 2.5e-3  # seconds of work a side gets in a turn, at least
+MOST_LAUNCHES = 12
+PLUG = 600_000  # cycles, some 0.3 ms: enough to queue a turn behind
+
+MEAN_GOALS = {64: 1.0, 128: 1.0, 256: 0.95}  # against flash, geometric mean over the grid
+FLOOR = 0.9  # of every cell
+OPTION_GOALS = {
+    "window": 1.15,
+    "alibi": 1.15,
+    "softcap": 1.15,
+    "sinks": 1.15,
+    "varlen": 1.15,
+    "gqa": 1.15,
+    "dropout": 1.4,
+    "bias": 1.4,
+}
+
+Runner = Callable[[], object]
+
+
+@dataclass
+class Cell:
+    head_dim: int
+    causal: bool
+    seqlen: int
+    direction: str = "forward"
+    seconds: dict[str, float] = field(default_factory=dict)  # side -> median
+    ratios: dict[str, float] = field(
+        default_factory=dict
+    )  # library -> flash's time / its, median of the turns
+    kernels: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def batch(self) -> int:
+        return max(1, TOKENS // self.seqlen)
+
+    @property
+    def heads(self) -> int:
+        return HIDDEN // self.head_dim
+
+    def tflops(self, side: str) -> float:
+        forward = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
+        flops = forward * (1 if self.direction == "forward" else 2.5)
+        return flops / self.seconds[side] / 1e12 if side in self.seconds else math.nan
+
+
+# -------------------------------------------------------------------------------- timing
+
+
+def timed(runs: list[Runner], launches: int, first: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(PLUG)
+    begin.record()
+    for i in range(launches):
+        runs[(first + i) % len(runs)]()
+    end.record()
+    return begin, end
+
+
+def alternate(sides: dict[str, list[Runner]], turns: int) -> dict[str, list[float]]:
+    """Seconds a launch, for each side and turn. Buffers rotate, and so does who begins."""
+    launches = {}
+    for name, runs in sides.items():
+        for run in runs:  # warm-up, and what is compiled or allocated on first use
+            run()
+        begin, end = timed(runs, 2, 0)
+        end.synchronize()
+        each = begin.elapsed_time(end) / 2e3
+        launches[name] = max(1, min(MOST_LAUNCHES, math.ceil(TURN / max(each, 1e-6))))
+    names = list(sides)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            begin, end = timed(sides[name], launches[name], turn * launches[name])
+            end.synchronize()
+            seconds[name].append(begin.elapsed_time(end) / 1e3 / launches[name])
+    return seconds
+
+
+def median_ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+# -------------------------------------------------------------------------------- one cell
+
+
+class Data:
+    """One set of (batch, seqlen, heads, head_dim) tensors."""
+
+    def __init__(
+        self, batch: int, seqlen: int, heads: int, head_dim: int, heads_k: int | None = None
+    ) -> None:
+        def some(h: int) -> torch.Tensor:
+            return torch.randn((batch, seqlen, h, head_dim), device="cuda", dtype=torch.bfloat16)
+
+        heads_k = heads_k or heads
+        self.q, self.k, self.v, self.dout = some(heads), some(heads_k), some(heads_k), some(heads)
+        self.lse_shape = (batch, heads, seqlen)
+
+    def views(self) -> list[torch.Tensor]:
+        """q, k, v as SDPA has them."""
+        return [t.transpose(1, 2).detach().requires_grad_() for t in (self.q, self.k, self.v)]
+
+
+class Ours:
+    """Tessera on one set."""
+
+    def __init__(self, library: Library, data: Data, **options: object) -> None:
+        self.o = torch.empty_like(data.q)
+        self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (data.q, data.k, data.v))
+        self.lse = torch.empty(data.lse_shape, device="cuda")
+        made = library.options(**options)
+        shared = {"q": data.q, "k": data.k, "v": data.v, "o": self.o, "lse": self.lse}
+        self.forward: Call = library.forward(made, **shared)
+        self.backward: Call = library.backward(
+            made, **shared, dout=data.dout, dq=self.dq, dk=self.dk, dv=self.dv
+        )
+
+    def results(self) -> list[torch.Tensor]:
+        self.forward.run()
+        self.backward.run()
+        return [self.o, self.dq, self.dk, self.dv]
+
+
+class Theirs:
+    """One of SDPA's backends on one set. The graph of backward is kept."""
+
+    def __init__(self, backend: str, data: Data, causal: bool, need_backward: bool) -> None:
+        self.backend, self.causal = BACKENDS[backend], causal
+        self.inputs = data.views()
+        self.dout = data.dout.transpose(1, 2)
+        self.o = self._attention() if need_backward else None
+
+    def _attention(self) -> torch.Tensor:
+        with sdpa_kernel(self.backend):  # an error, not a fallback, where it cannot run
+            return scaled_dot_product_attention(*self.inputs, is_causal=self.causal)
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self._attention()
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(self.o, self.inputs, self.dout, retain_graph=True)
+
+    def results(self) -> list[torch.Tensor]:
+        return [t.transpose(1, 2) for t in (self.o.detach(), *self.backward())]
+
+
+def exact(data: Data, causal: bool) -> list[torch.Tensor]:
+    """o, dq, dk, dv of the last batch entry's last head, in float32."""
+    q, k, v = (t[-1, :, -1].float().requires_grad_() for t in (data.q, data.k, data.v))
+    scores = q @ k.T / math.sqrt(q.shape[1])
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    o = scores.softmax(-1) @ v
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), data.dout[-1, :, -1].float())]
+
+
+def check(data: Data, causal: bool, ours: list[torch.Tensor], flash: list[torch.Tensor] | None) -> str:
+    """What is wrong; empty: nothing. On the slice at most twice flash's error; everywhere close to flash."""
+    for i, name in enumerate(("o", "dq", "dk", "dv")):
+        if not torch.isfinite(ours[i]).all():
+            return f"{name} is not finite"
+    for i, (name, true) in enumerate(zip(("o", "dq", "dk", "dv"), exact(data, causal), strict=True)):
+        error = (ours[i][-1, :, -1].float() - true).abs().max().item()
+        scale = true.abs().max().item()
+        if flash is None:
+            allowed = 0.02 * scale
+        else:
+            allowed = 2 * (flash[i][-1, :, -1].float() - true).abs().max().item() + 1e-3 * scale
+            apart = (ours[i].float() - flash[i].float()).abs().max().item()
+            if not apart <= 0.04 * flash[i].float().abs().max().item():
+                return f"{name} differs from flash's by {apart:.3g}"
+        if not error <= allowed:
+            return f"{name} is off by {error:.3g}, allowed {allowed:.3g}"
+    return ""
+
+
+def measure(cell: Cell, libraries: dict[str, Library], kernel: str, args: argparse.Namespace) -> list[Cell]:
+    """Forward and backward of one shape, checked and timed."""
+    sets = [Data(cell.batch, cell.seqlen, cell.heads, cell.head_dim) for _ in range(SETS)]
+    ours = {
+        name: [Ours(library, data, causal=cell.causal, kernel=kernel) for data in sets]
+        for name, library in libraries.items()
+    }
+    theirs: dict[str, list[Theirs]] = {}
+    for backend in BACKENDS:
+        try:
+            made = [Theirs(backend, data, cell.causal, need_backward=True) for data in sets]
+            made[0].results()
+            theirs[backend] = made
+        except RuntimeError:
+            torch.cuda.synchronize()  # that backend does not take this shape
+    flash = theirs["flash"][0].results() if "flash" in theirs else None
+    errors = {}
+    for name, each in ours.items():
+        if wrong := check(sets[0], cell.causal, each[0].results(), flash):
+            errors[name] = wrong
+    del flash
+
+    cells = []
+    for direction in args.directions:
+        result = Cell(cell.head_dim, cell.causal, cell.seqlen, direction)
+        result.error = "; ".join(f"{name}: {wrong}" for name, wrong in errors.items())
+        sides = {name: [getattr(each, direction).run for each in sets_] for name, sets_ in ours.items()}
+        for name, each in ours.items():
+            for one in each:
+                one.forward.run()  # o and lse, for backward
+            result.kernels[name] = libraries[name].last_kernel()
+        sides |= {name: [getattr(each, direction) for each in sets_] for name, sets_ in theirs.items()}
+        seconds = alternate(sides, args.turns)
+        result.seconds = {name: statistics.median(turns) for name, turns in seconds.items()}
+        if "flash" in seconds:
+            result.ratios = {name: median_ratio(seconds["flash"], seconds[name]) for name in ours}
+        cells.append(result)
+    return cells
+
+
+# -------------------------------------------------------------------------------- options, memory, JIT
+
+
+def option_calls(library: Library, kernel: str) -> dict[str, list[Ours]]:
+    """Plain, and each option alone, at head_dim 128 and seqlen 4096; two sets."""
+    batch, seqlen, heads, dim = 4, 4096, 16, 128
+    cuda = {"device": "cuda"}
+    cu = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, **cuda)
+    varied: dict[str, dict[str, object]] = {
+        "plain": {},
+        "window": {"window_left": seqlen, "window_right": seqlen},
+        "alibi": {"alibi_slopes": torch.rand(heads, **cuda) * 0.1},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": torch.randn(heads, **cuda)},
+        "varlen": {
+            "cu_seqlens_q": cu,
+            "cu_seqlens_k": cu,
+            "max_seqlen_q": seqlen,
+            "max_seqlen_k": seqlen,
+        },
+        "gqa": {},
+        "dropout": {"dropout_p": 0.1, "seed": 1},
+        "bias": {"bias": torch.randn((heads, seqlen, seqlen), dtype=torch.bfloat16, **cuda)},
+    }
+    calls = {}
+    for name, options in varied.items():
+        sets = [Data(batch, seqlen, heads, dim, heads // 4 if name == "gqa" else None) for _ in range(2)]
+        for data in sets if name == "varlen" else []:
+            for tensor in ("q", "k", "v", "dout"):
+                setattr(data, tensor, getattr(data, tensor).flatten(0, 1))
+            data.lse_shape = (heads, batch * seqlen)
+        calls[name] = [Ours(library, data, kernel=kernel, **options) for data in sets]
+    return calls
+
+
+def option_costs(library: Library, kernel: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """option -> direction -> its time by plain's."""
+    calls = option_calls(library, kernel)
+    costs: dict[str, dict[str, float]] = {name: {} for name in calls if name != "plain"}
+    for each in calls.values():
+        for one in each:
+            one.forward.run()
+    for direction in args.directions:
+        for name in costs:
+            sides = {side: [getattr(one, direction).run for one in calls[side]] for side in ("plain", name)}
+            seconds = alternate(sides, args.turns)
+            costs[name][direction] = median_ratio(seconds[name], seconds["plain"])
+    return costs
+
+
+def workspaces(library: Library, kernel: str) -> list[dict[str, float]]:
+    """Bytes beyond the tensors, at seqlen 4096; backward may have dq in float32, delta and 1 MB."""
+    found = []
+    for head_dim in HEAD_DIMS:
+        heads = HIDDEN // head_dim
+        call = Ours(library, Data(TOKENS // 4096, 4096, heads, head_dim), kernel=kernel)
+        found.append(
+            {
+                "head_dim": head_dim,
+                "forward": call.forward.workspace_bytes,
+                "backward": call.backward.workspace_bytes,
+                "backward_allowed": TOKENS * HIDDEN * 4 + TOKENS * heads * 4 + (1 << 20),
+            }
+        )
+    return found
+
+
+def probe_jit(path: Path, kernel: str) -> None:
+    """In a process of its own: the seconds that preparing takes, as JSON."""
+    library = Library(path)
+    torch.cuda.init()
+    result = {}
+    for direction in DIRECTIONS:
+        call = getattr(Ours(library, Data(1, 512, 2, 128), kernel=kernel), direction)
+        begin = time.perf_counter()
+        call.prepare()
+        first = time.perf_counter()
+        for _ in range(1000):
+            call.prepare()
+        again = (time.perf_counter() - first) / 1000
+        facts = call.explain()
+        result[direction] = {
+            "seconds": first - begin,
+            "again_seconds": again,
+            "cubin": facts.get("cubin"),
+            "cubin_seconds": facts.get("cubin_seconds"),
+        }
+    print(json.dumps(result))
+
+
+def jit_times(path: Path, kernel: str) -> dict[str, object]:
+    """Compiled anew, then from the disk cache, in fresh processes without a pack."""
+    times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"TESSERA_CACHE_DIR": folder, "TESSERA_PACK": "/nonexistent"}
+        for name in ("cold", "cached"):
+            command = [sys.executable, __file__, "--probe-jit", "--library", str(path), "--kernel", kernel]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            lines = done.stdout.strip().splitlines()
+            times[name] = json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr[-500:]}
+    return times
+
+
+# -------------------------------------------------------------------------------- the report
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(value) for value in values)) if values else math.nan
+
+
+def figures_of(cells: list[Cell], name: str, costs: dict[str, dict[str, float]]) -> list[dict[str, object]]:
+    figures: list[dict[str, object]] = []
+
+    def add(what: str, value: float, comparison: str, limit: float | None) -> None:
+        met = None if limit is None else value >= limit if comparison == ">=" else value <= limit
+        figures.append(
+            {"name": what, "value": value, "comparison": comparison, "limit": limit, "unit": "x", "met": met}
+        )
+
+    for direction in DIRECTIONS:
+        for head_dim in HEAD_DIMS:
+            part = [
+                c.ratios[name]
+                for c in cells
+                if (c.direction, c.head_dim) == (direction, head_dim) and name in c.ratios
+            ]
+            if part:
+                add(
+                    f"{direction} d{head_dim} / flash, geometric mean",
+                    geometric_mean(part),
+                    ">=",
+                    MEAN_GOALS[head_dim],
+                )
+    if rated := [c for c in cells if name in c.ratios]:
+        worst = min(rated, key=lambda c: c.ratios[name])
+        where = f"{worst.direction} d{worst.head_dim}{' causal' if worst.causal else ''} {worst.seqlen}"
+        add(f"worst cell / flash ({where})", worst.ratios[name], ">=", FLOOR)
+    for option, by_direction in costs.items():
+        for direction, value in by_direction.items():
+            limit = OPTION_GOALS[option] if direction == "forward" else None  # backward: for information
+            add(f"{direction} with {option} / plain", value, "<=", limit)
+    return figures
+
+
+def print_header(names: list[str], directions: list[str]) -> None:
+    sides = [*names, "flash", "cudnn"]
+    print("TFLOP/s; ratio: speed against flash" + (", of each library" if len(names) > 1 else ""))
+    text = "dim causal seqlen"
+    for direction in directions:
+        text += f" | {'fwd' if direction == 'forward' else 'bwd'} " + " ".join(
+            f"{side[:8]:>8}" for side in sides
+        )
+        text += " " + " ".join(f"{'ratio':>6}" for _ in names)
+    print(text)
+
+
+def print_row(cells: list[Cell], names: list[str]) -> None:
+    one = cells[0]
+    text = f"{one.head_dim:3} {'yes' if one.causal else 'no':>6} {one.seqlen:6}"
+    for cell in cells:
+        text += " |     " + " ".join(f"{cell.tflops(side):8.0f}" for side in [*names, "flash", "cudnn"])
+        ratios = [cell.ratios.get(name, math.nan) for name in names]
+        text += " " + " ".join(f"{r:5.2f}{'!' if r < FLOOR else ' '}" for r in ratios)
+    print(text + (f"  WRONG: {one.error}" if one.error else ""), flush=True)
+
+
+def print_figures(figures: list[dict[str, object]]) -> None:
+    """Option costs of both directions share a line."""
+    costs = {f["name"]: f for f in figures if " with " in str(f["name"])}
+    width = max(len(str(f["name"])) for f in figures)
+    for f in figures:
+        if f["name"] in costs and str(f["name"]).startswith("backward") and len(costs) > 8:
+            continue
+        wanted = "-" if f["limit"] is None else f"{f['comparison']} {f['limit']:.4g}"
+        met = "" if f["met"] is None else "yes" if f["met"] else "NO"
+        other = costs.get(str(f["name"]).replace("forward", "backward"))
+        more = f"  (backward {other['value']:.3f})" if f["name"] in costs and other and other is not f else ""
+        print(f"{f['name']:{width}}  {f['value']:6.3f}  {wanted:>7}  {met}{more}")
+
+
+def print_rest(result: dict[str, object]) -> None:
+    for row in result.get("workspaces", []):
+        met = "yes" if row["forward"] == 0 and row["backward"] <= row["backward_allowed"] else "NO"
+        print(
+            f"workspace d{row['head_dim']}: forward {row['forward'] / 1e6:.2f} MB (wanted 0), backward "
+            f"{row['backward'] / 1e6:.2f} MB (<= {row['backward_allowed'] / 1e6:.2f})  {met}"
+        )
+    for name, origin, limit in (("cold", "compiled", 8.0), ("cached", "cache", 0.03)):
+        times = result.get("jit", {}).get(name)
+        if not times:
+            continue
+        if "error" in times:
+            print(f"JIT {name}: failed: {times['error'].strip().splitlines()[-1:]}")
+            continue
+        slowest = max(t["cubin_seconds"] or 0.0 for t in times.values())
+        origins = ", ".join(
+            f"{d} {t['cubin']} {(t['cubin_seconds'] or 0) * 1e3:.1f} ms" for d, t in times.items()
+        )
+        again = max(t["again_seconds"] for t in times.values()) * 1e6
+        met = "yes" if slowest <= limit and all(t["cubin"] == origin for t in times.values()) else "NO"
+        print(f"JIT {name}: {origins}; prepare() again {again:.1f} us  {met}")
+
+
+def plot(cells: list[Cell], names: list[str], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no matplotlib: no plot")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    directions = list(dict.fromkeys(cell.direction for cell in cells))
+    figure, axes = pyplot.subplots(
+        len(directions), 1, figsize=(13, 4.2 * len(directions)), squeeze=False, sharex=True
+    )
+    colours = {"flash": "#999999", "cudnn": "#e08e0b"}
+    for row, direction in enumerate(directions):
+        part = [cell for cell in cells if cell.direction == direction]
+        axis = axes[row][0]
+        for i, side in enumerate([*names, "flash", "cudnn"]):
+            heights = [cell.tflops(side) for cell in part]
+            style = {"color": colours[side]} if side in colours else {"linewidth": 2, "zorder": 3 + i}
+            axis.plot(range(len(part)), heights, marker="o", markersize=4, label=side, **style)
+        axis.set_xticks(
+            range(len(part)),
+            [f"d{c.head_dim}{' c' if c.causal else ''} {c.seqlen}" for c in part],
+            rotation=90,
+            fontsize=7,
+        )
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel(f"{direction}, TFLOP/s")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, ncols=4)
+    figure.suptitle(f"Tessera on {torch.cuda.get_device_name()}, bf16, {TOKENS} tokens, hidden size {HIDDEN}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def output_of(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def machine() -> dict[str, object]:
+    asked = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+    smi = output_of("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader")
+    folder = str(Path(__file__).resolve().parent)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "nvidia_smi": dict(zip(asked.split(","), [x.strip() for x in smi.split(",")], strict=False)),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "commit": os.environ.get("TESSERA_COMMIT")
+        or output_of("git", "-C", folder, "describe", "--always", "--dirty"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+# -------------------------------------------------------------------------------- main
+
+
+def grid(args: argparse.Namespace) -> Iterator[Cell]:
+    for head_dim in args.head_dims:
+        for causal in args.causal:
+            for seqlen in args.seqlens:
+                yield Cell(head_dim, causal, seqlen)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Tessera against PyTorch on a GPU")
+    parser.add_argument(
+        "--library",
+        action="append",
+        required=True,
+        help="libtessera.so, or NAME=PATH; several are compared with each other",
+    )
+    parser.add_argument("--kernel", default="cuda_sm80", help="the kernel that is forced")
+    parser.add_argument("--quick", action="store_true", help="three sequence lengths, few turns, no options")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="only this one")
+    parser.add_argument(
+        "--head-dim", type=numbers, dest="head_dims", default=list(HEAD_DIMS), help="64,128,256"
+    )
+    parser.add_argument("--seqlen", type=numbers, dest="seqlens", help="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--causal", choices=("yes", "no", "both"), default="both")
+    parser.add_argument("--turns", type=int, help="per cell; default 15, with --quick 5")
+    parser.add_argument("--options", choices=("yes", "no", "only"), help="measure what the options cost")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
+    parser.add_argument("--probe-jit", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.libraries = {}
+    for text in args.library:
+        name, _, path = text.rpartition("=")
+        args.libraries[name or ("ours" if len(args.library) == 1 else Path(path).parent.name)] = Path(path)
+    if len(args.libraries) != len(args.library):
+        parser.error("--library: two of the same name, expected NAME=PATH with different names")
+    args.directions = [args.direction] if args.direction else list(DIRECTIONS)
+    args.causal = {"yes": [True], "no": [False], "both": [False, True]}[args.causal]
+    args.seqlens = args.seqlens or ([512, 2048, 8192] if args.quick else list(SEQLENS))
+    args.turns = args.turns or (5 if args.quick else 15)
+    args.options = args.options or ("no" if args.quick or len(args.libraries) > 1 else "yes")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    name, path = next(iter(args.libraries.items()))
+    if args.probe_jit:
+        probe_jit(path, args.kernel)
+        return 0
+    torch.manual_seed(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    begin = time.perf_counter()
+    libraries = {each: Library(file) for each, file in args.libraries.items()}
+    result: dict[str, object] = {"machine": machine(), "kernel": args.kernel, "turns": args.turns}
+    print(f"{result['machine']['device']}, PyTorch {torch.__version__}, {args.kernel}, {args.turns} turns")
+
+    cells: list[Cell] = []
+    if args.options != "only":
+        print_header(list(libraries), args.directions)
+        for cell in grid(args):
+            done = measure(cell, libraries, args.kernel, args)
+            cells += done
+            print_row(done, list(libraries))
+            torch.cuda.empty_cache()
+    costs: dict[str, dict[str, float]] = {}
+    if args.options != "no":
+        costs = option_costs(libraries[name], args.kernel, args)
+        result["workspaces"] = workspaces(libraries[name], args.kernel)
+        result["jit"] = jit_times(path, args.kernel)
+    result["machine_after"] = machine()["nvidia_smi"]
+    for each in libraries:
+        figures = figures_of(cells, each, costs if each == name else {})
+        result.setdefault("figures", {})[each] = figures
+        if figures:
+            print(f"\n{each}: figure, measured, wanted, met")
+            print_figures(figures)
+    print_rest(result)
+    result["cells"] = [asdict(cell) | {"tflops": {s: cell.tflops(s) for s in cell.seconds}} for cell in cells]
+    result["seconds"] = time.perf_counter() - begin
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"gpu-bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if cells:
+        plot(cells, list(libraries), stem.with_suffix(".png"))
+    print(f"results: {stem}.json, {stem}.png; {result['seconds']:.0f} s")
+    return 1 if any(cell.error for cell in cells) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
