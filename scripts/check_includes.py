@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
-SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cc"}
-SCANNED = ("include", "src", "cli", "tests", "examples")
+SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cc", ".cuh"}
+SCANNED = ("include", "src", "kernels", "cli", "tests", "examples")
 # First path component of an include -> the folder of src/ it names.
-ROOMS = ("core", "reference", "verify", "cpu", "dispatch")
+ROOMS = ("core", "reference", "verify", "cpu", "cuda", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,50 @@ class Rule:
     libraries: tuple[str, ...] | None = None
 
 
+# CUTLASS's instruction layer.
+INSTRUCTIONS = ("cute/arch/", "cutlass/arch/")
+# The headers of core that are embedded for NVRTC (src/cuda/embed.cmake).
+SHARED_CORE = (
+    "core/attention_config.h",
+    "core/attention_params.h",
+    "core/host_device.h",
+    "core/mask.h",
+    "core/philox.h",
+)
+
 # The first rule whose path is a prefix decides; files that none names (tests) see everything.
 RULES = (
     Rule("include/", ("tessera/",), libraries=("dlpack/",)),
     Rule("src/core/", ("tessera/", "core/"), libraries=("dlpack/",)),
     Rule("src/reference/", ("tessera/", "core/", "reference/"), libraries=()),
-    Rule("src/verify/", ("tessera/", "core/", "reference/", "verify/"), libraries=("nlohmann/",)),
+    # Verify mirrors calls into GPU memory, which the driver's door gives it.
+    Rule(
+        "src/verify/",
+        ("tessera/", "core/", "reference/", "verify/", "cuda/driver/driver.h"),
+        libraries=("nlohmann/",),
+    ),
     Rule("src/cpu/", ("tessera/", "core/", "cpu/"), libraries=("hwy/",)),
+    # The driver knows nothing of attention, the plan nothing of CUDA.
+    Rule("src/cuda/driver/", ("tessera/", "cuda/driver/")),
+    Rule("src/cuda/plan/", ("tessera/", "core/", "cuda/plan/"), libraries=()),
+    Rule("src/cuda/launch/", ("tessera/", "core/", "cuda/plan/", "cuda/launch/", "cuda/driver/driver.h")),
+    # Device code names its files from kernels/, and sees of core what is compiled for both sides.
+    Rule("kernels/standin/", ("cute/", "cutlass/", "cuda/"), libraries=("cute/", "cutlass/", "cuda/")),
+    Rule("kernels/ptx/", ("ptx/", *SHARED_CORE), libraries=INSTRUCTIONS),
+    Rule("kernels/tile/", ("tile/", "ptx/", *SHARED_CORE), libraries=INSTRUCTIONS),
+    Rule("kernels/sm80/", ("sm80/", "tile/", "ptx/", *SHARED_CORE), libraries=INSTRUCTIONS),
+    Rule("kernels/sm90/", ("sm90/", "tile/", "ptx/", *SHARED_CORE), libraries=INSTRUCTIONS),
+    Rule("kernels/", ("tile/", "ptx/", *SHARED_CORE), libraries=INSTRUCTIONS),
     # Dispatch knows a backend by its one door.
-    Rule("src/dispatch/", ("tessera/", "core/", "dispatch/", "cpu/kernels.h"), libraries=("nlohmann/",)),
+    Rule(
+        "src/dispatch/",
+        ("tessera/", "core/", "dispatch/", "cpu/kernels.h", "cuda/launch/kernels.h"),
+        libraries=("nlohmann/",),
+    ),
     # api.cpp and c_api.cpp.
     Rule("src/", ("tessera/", "core/", "dispatch/", "cpu/")),
+    # tessera-pack compiles the plan's list with the driver's compiler.
+    Rule("cli/pack/", ("tessera/", "core/", "cli/", "cuda/driver/", "cuda/plan/pack.h")),
     Rule("cli/", ("tessera/", "core/", "reference/", "verify/", "dispatch/", "cli/")),
     Rule("examples/", ("tessera/",)),
 )
@@ -119,10 +152,29 @@ MADE_UP = {
     "src/reference/a.cpp": ('#include "cpu/tile.h"\n', True),
     "src/reference/b.cpp": ('#include "core/problem.h"\n', False),
     "src/verify/a.cpp": ('#include "dispatch/dispatch.h"\n', True),
+    "src/verify/b.cpp": ('#include "cuda/driver/driver.h"\n', False),
+    "src/verify/c.cpp": ('#include "cuda/driver/cuda_api.h"\n', True),
+    "src/cuda/driver/a.cpp": ('#include "core/problem.h"\n', True),
+    "src/cuda/driver/b.cpp": ('#include "cuda/driver/cache.h"\n#include "tessera/tessera.hpp"\n', False),
+    "src/cuda/plan/a.cpp": ('#include "cuda/driver/driver.h"\n', True),
+    "src/cuda/launch/a.cpp": ('#include "cuda/driver/driver.h"\n#include "cuda/plan/pack.h"\n', False),
+    "src/cuda/launch/b.cpp": ('#include "cuda/driver/cuda_api.h"\n', True),
+    "kernels/a.cuh": ('#include "tile/a.cuh"\n#include "core/mask.h"\n', False),
+    "kernels/b.cuh": ('#include "sm80/forward.cuh"\n', True),
+    "kernels/ptx/a.cuh": ("#include <cute/arch/util.hpp>\n", False),
+    "kernels/ptx/b.cuh": ('#include "tile/a.cuh"\n', True),
+    "kernels/tile/a.cuh": ('#include "core/problem.h"\n', True),
+    "kernels/tile/b.cuh": ("#include <cute/tensor.hpp>\n", True),
+    "kernels/sm80/a.cuh": ('#include "tile/a.cuh"\n#include <cute/arch/mma_sm80.hpp>\n', False),
+    "kernels/sm90/a.cuh": ('#include "sm80/a.cuh"\n', True),
+    "kernels/standin/cute/a.hpp": ("#include <cute/config.hpp>\n", False),
+    "kernels/standin/cute/b.hpp": ('#include "core/mask.h"\n', True),
     "src/cpu/a.cpp": ("#include <hwy/highway.h>\n", False),
     "src/cpu/b.cpp": ('#include "reference/oracle.h"\n', True),
     "src/dispatch/a.cpp": ('#include "cpu/kernels.h"\n', False),
     "src/dispatch/b.cpp": ('#include "cpu/parallel.h"\n', True),
+    "src/dispatch/c.cpp": ('#include "cuda/launch/kernels.h"\n', False),
+    "src/dispatch/d.cpp": ('#include "cuda/driver/driver.h"\n', True),
     "src/api.cpp": ('#include "dispatch/dispatch.h"\n', False),
     "src/c_api.cpp": ('#include "reference/oracle.h"\n', True),
     "cli/main.cpp": ('#include "verify/case.h"\n', False),
