@@ -22,8 +22,8 @@ __device__ inline void load_eight(float (&x)[8], const RowsArg& arg, long long i
     x[i] = i < valid ? tile::load_number<type>(arg.data, index + i, arg.wide) : 0.0f;
 }
 
-// `lanes` neighbouring lanes, a power of two, have one row; 8 of its numbers each, and again. The blocks also
-// clear what backward adds to.
+// One block for a row of all heads, which as a rule are neighbours in memory; `lanes` neighbouring lanes, a
+// power of two, have one head, 8 of its numbers each, and again. The blocks also clear what backward adds to.
 template <Half type, int threads>
 __device__ void delta(const AttentionParams& params) {
   for (long long at = (1LL * ptx::block_index() * threads + threadIdx.x) * 16; at < params.clear_bytes;
@@ -32,38 +32,31 @@ __device__ void delta(const AttentionParams& params) {
 
   int lanes = 1;
   while (lanes * 8 < params.head_dim_v && lanes < 32) lanes *= 2;
-  // Heads of a row are neighbours in memory as a rule. Divisions of 64 bits would take most of the time.
-  const unsigned heads = params.num_heads_q, rows = params.rows_q;
-  const unsigned long long number = 1ULL * ptx::block_index() * (threads / lanes) + threadIdx.x / lanes;
-  const bool there = number < (params.packed() ? 1ULL : params.batch) * rows * heads;
-  int h, row, b;
-  if (number >> 32 == 0) {
-    const auto small = static_cast<unsigned>(number);
-    h = small % heads, row = small / heads % rows, b = small / heads / rows;
-  } else {
-    h = number % heads, row = number / heads % rows, b = number / heads / rows;
-  }
-  float sum = 0.0f;
-  if (there) {
-    for (int col = threadIdx.x % lanes * 8; col < params.head_dim_v; col += lanes * 8) {
+  const int lane = threadIdx.x % lanes;
+  const unsigned index = ptx::block_index(), rows = params.rows_q;
+  const int b = index / rows, row = index % rows;
+  const long long dout_row = b * params.dout.batch + row * params.dout.seq;
+  const long long o_row = b * params.o.batch + row * params.o.seq;
+  for (int first = 0; first < params.num_heads_q; first += threads / lanes) {
+    const int h = first + threadIdx.x / lanes;
+    const bool there = h < params.num_heads_q;
+    float sum = 0.0f;
+    for (int col = lane * 8; there && col < params.head_dim_v; col += lanes * 8) {
       float x[8], y[8];
-      load_eight<type>(x, params.dout,
-                       b * params.dout.batch + row * params.dout.seq + h * params.dout.head + col,
-                       params.head_dim_v - col);
-      load_eight<type>(y, params.o, b * params.o.batch + row * params.o.seq + h * params.o.head + col,
-                       params.head_dim_v - col);
+      load_eight<type>(x, params.dout, dout_row + h * params.dout.head + col, params.head_dim_v - col);
+      load_eight<type>(y, params.o, o_row + h * params.o.head + col, params.head_dim_v - col);
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum += x[i] * y[i];
     }
+    for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    if (!there || lane != 0) continue;
+    // Nothing depends on a row that sees nothing: not even on the NaN that autograd makes of its lse.
+    if (params.dlse.data != nullptr && tile::lse_of_row(params, b, h, row) != -ptx::infinity) {
+      sum -= static_cast<const float*>(
+          params.dlse.data)[b * params.dlse.batch + h * params.dlse.head + row * params.dlse.seq];
+    }
+    params.delta[tile::delta_index(params, b, h, row)] = sum;
   }
-  for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-  if (!there || threadIdx.x % lanes != 0) return;
-  // Nothing depends on a row that sees nothing: not even on the NaN that autograd makes of its lse.
-  if (params.dlse.data != nullptr && tile::lse_of_row(params, b, h, row) != -ptx::infinity) {
-    sum -= static_cast<const float*>(
-        params.dlse.data)[b * params.dlse.batch + h * params.dlse.head + row * params.dlse.seq];
-  }
-  params.delta[tile::delta_index(params, b, h, row)] = sum;
 }
 
 // dsinks[h] = -sum over the rows of exp(sink - lse) * delta. One block a head, always in the same order.

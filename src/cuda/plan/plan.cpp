@@ -257,11 +257,8 @@ std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem) {
 }
 std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
   switch (config.kernel) {
-    case Small::delta: {
-      std::int64_t lanes = 1;  // of a row, as the kernel counts them
-      while (lanes * 8 < problem.head_dim_v && lanes < 32) lanes *= 2;
-      return ceil_div(all_rows_q(problem) * problem.num_heads_q, small_threads / lanes);
-    }
+    case Small::delta:
+      return all_rows_q(problem);
     case Small::dsinks:
       return problem.num_heads_q;
     case Small::convert_dq:
