@@ -34,6 +34,7 @@ __device__ void delta(const AttentionParams& params) {
   while (lanes * 8 < params.head_dim_v && lanes < 32) lanes *= 2;
   const int lane = threadIdx.x % lanes;
   const unsigned index = ptx::block_index(), rows = params.rows_q;
+  if (index >= (params.packed() ? 1LL : params.batch) * rows) return;  // a block that only clears
   const int b = index / rows, row = index % rows;
   const long long dout_row = b * params.dout.batch + row * params.dout.seq;
   const long long o_row = b * params.o.batch + row * params.o.seq;

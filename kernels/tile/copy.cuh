@@ -108,8 +108,8 @@ __device__ __forceinline__ void load_tile(const SharedTile<rows, cols>& tile,
   const auto checked = [&](int i, int g) {
     return i * Places::row_step < valid_rows - row ? valid_cols - (piece + g * Places::group) * 8 : 0;
   };
-  // Most tiles are whole.
-  if (aligned && valid_rows >= rows && valid_cols == cols) {
+  // Most tiles are whole. Twice the code pays for 128 columns, and costs for 64 and 256 (sm80/NOTES.md).
+  if (aligned && cols == 128 && valid_rows >= rows && valid_cols == cols) {
     copy([](int, int) { return 8; });
   } else {
     copy(checked);

@@ -181,6 +181,7 @@ std::vector<NamedCase> fixed_cases() {
   static constexpr std::string_view lines[] = {
       "empty_batch: batch=0 seqlen_q=5 seqlen_k=5",
       "empty_q: batch=2 seqlen_q=0 seqlen_k=7 num_heads_q=2 bias=bhqk dbias=1 sinks=1 dsinks=1",
+      "empty_q_deterministic: batch=2 seqlen_q=0 seqlen_k=8 num_heads_q=3 num_heads_k=3 deterministic=1",
       "empty_k: batch=2 seqlen_q=7 seqlen_k=0 num_heads_q=2 bias=bhqk dbias=1",
       "empty_k_sinks: batch=2 seqlen_q=7 seqlen_k=0 num_heads_q=2 sinks=1 dsinks=1 dlse=1",
       "empty_packed_batch: packed=1 batch=0 tail=0",

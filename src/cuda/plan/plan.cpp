@@ -258,7 +258,7 @@ std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem) {
 std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
   switch (config.kernel) {
     case Small::delta:
-      return all_rows_q(problem);
+      return std::max<std::int64_t>(1, all_rows_q(problem));  // it clears, too
     case Small::dsinks:
       return problem.num_heads_q;
     case Small::convert_dq:
