@@ -16,9 +16,6 @@ namespace tessera::ptx {
   return x;
 }
 
-// The compiler moves no access to memory across this.
-__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
-
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

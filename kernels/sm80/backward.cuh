@@ -27,27 +27,10 @@ struct BackwardShared {
   tile::SharedTile<C.block_n, C.head_dim_v> v;
   tile::SharedTile<C.block_m, C.head_dim> q[C.stages];
   tile::SharedTile<C.block_m, C.head_dim_v> dout[C.stages];
-  tile::SharedTile<C.block_n, C.block_m> ds;                     // transposed
-  tile::SharedTile<C.block_n, C.split == 1 ? 32 : C.block_m> p;  // transposed; used if split
+  tile::SharedTile<C.block_n, C.block_m> ds[C.split == 1 ? 1 : 2];  // transposed; behind it, if split, p
   float lse[C.block_m], delta[C.block_m];
   int ticket;
 };
-
-// c += a b for one step of 16 of the depth.
-template <Half type, int m, int n, class ReadB>
-__device__ __forceinline__ void multiply_step(tile::FragmentC (&c)[m][n], const tile::FragmentA (&a)[m],
-                                              const ReadB& read_b, int b_row) {
-#pragma unroll
-  for (int j = 0; j < n / 2; ++j) {
-    tile::FragmentA b;
-    read_b.read_b_transposed(b, b_row, j * 16);
-#pragma unroll
-    for (int i = 0; i < m; ++i) {
-      tile::multiply_add<type>(c[i][2 * j], a[i], b[0], b[1]);
-      tile::multiply_add<type>(c[i][2 * j + 1], a[i], b[2], b[3]);
-    }
-  }
-}
 
 // Which keys, of which head.
 struct BackwardWork {
@@ -206,7 +189,7 @@ __device__ void backward(const AttentionParams& params) {
     cute::cp_async_wait<0>();  // q and dout have arrived, and every warp is done with the step before
     __syncthreads();
     if constexpr (C.stages > 1) {
-      if (more) load_step(next, C.stages > 1 ? stage ^ 1 : 0);
+      if (more) load_step(next, stage ^ 1);
     }
 
     // s and dp; then p among the products of dp, and ds among those of dv: the tensor cores run on meanwhile.
@@ -242,18 +225,18 @@ __device__ void backward(const AttentionParams& params) {
     // Two tiles of ds, and of p where other warps need it, to shared memory. One address, not one a tile.
     static_assert((n & (n - 1)) == 0);
     const unsigned lane_place =
-        ptx::shared_address(shared.ds.at(key_row + lane / 4, first_part / 8)) + lane % 4 * 4;
+        ptx::shared_address(shared.ds[0].at(key_row + lane / 4, first_part / 8)) + lane % 4 * 4;
     const unsigned place = C.split == 1 ? ptx::opaque(lane_place) : lane_place;
     const auto pass_on = [&](int i) {
 #pragma unroll
       for (int j = 2 * i; j < 2 * i + 2; ++j) {
         if constexpr (plain) tile::plain_ds(dp[j], s[j], delta, j);
         const unsigned to = place ^ j << 4;
-        constexpr int below = 8 * decltype(shared.ds)::row_bytes;
+        constexpr int below = 8 * tile::SharedTile<C.block_n, C.block_m>::row_bytes;
         ptx::store(to, ptx::pack<C.type>(dp[j][0], dp[j][1]));
         ptx::store(to + below, ptx::pack<C.type>(dp[j][2], dp[j][3]));
         if constexpr (C.split > 1) {
-          constexpr int further = sizeof(shared.ds);  // p lies behind ds
+          constexpr int further = sizeof(shared.ds[0]);
           ptx::store(to + further, ptx::pack<C.type>(s[j][0], s[j][1]));
           ptx::store(to + further + below, ptx::pack<C.type>(s[j][2], s[j][3]));
         }
@@ -264,7 +247,7 @@ __device__ void backward(const AttentionParams& params) {
       if constexpr (C.split == 1) {
         tile::FragmentA p[1];
         tile::as_operand<C.type>(p[0], s, i);
-        multiply_step<C.type>(dv, p, read_dout, i * 16);
+        tile::multiply_step<C.type>(dv, p, read_dout, i * 16);
       }
       pass_on(i);
     }
@@ -273,14 +256,14 @@ __device__ void backward(const AttentionParams& params) {
       for (int i = 0; i < n / 2; ++i) {
         tile::FragmentA ds[1];
         tile::as_operand<C.type>(ds[0], dp, i);
-        multiply_step<C.type>(dk, ds, read_q, i * 16);
+        tile::multiply_step<C.type>(dk, ds, read_q, i * 16);
       }
     }
     __syncthreads();  // ds is complete
     if constexpr (C.split > 1) {
       const int dkv_row = warp / C.dkv_split() * dkv_rows, dkv_part = warp % C.dkv_split();
       const tile::Lanes<tile::Order::rows_first, C.block_m> lanes_m;
-      const tile::Matrices read_ds(shared.ds, lanes_m, dkv_row), read_p(shared.p, lanes_m, dkv_row);
+      const tile::Matrices read_ds(shared.ds[0], lanes_m, dkv_row), read_p(shared.ds[1], lanes_m, dkv_row);
       const auto read_q_part = read_q.template from_col<dk_cols>(dkv_part * dk_cols);
       const auto read_dout_part = read_dout.template from_col<dv_cols>(dkv_part * dv_cols);
 #pragma unroll
@@ -288,15 +271,15 @@ __device__ void backward(const AttentionParams& params) {
         tile::FragmentA p[mk], ds[mk];
 #pragma unroll
         for (int r = 0; r < mk; ++r) read_p.read_a(p[r], r * 16, i * 16);
-        multiply_step<C.type>(dv, p, read_dout_part, i * 16);
+        tile::multiply_step<C.type>(dv, p, read_dout_part, i * 16);
 #pragma unroll
         for (int r = 0; r < mk; ++r) read_ds.read_a(ds[r], r * 16, i * 16);
-        multiply_step<C.type>(dk, ds, read_q_part, i * 16);
+        tile::multiply_step<C.type>(dk, ds, read_q_part, i * 16);
       }
       if constexpr (C.stages == 1) __syncthreads();  // every warp is done with q and dout
     }
     if constexpr (C.stages == 1) {
-      if (more) load_step(next, C.stages > 1 ? stage ^ 1 : 0);
+      if (more) load_step(next, 0);
     }
     if (more) keep_row_numbers();
 
@@ -306,14 +289,14 @@ __device__ void backward(const AttentionParams& params) {
     const int dq_row = warp / (warps / C.dq_warps_m) * dq_rows,
               dq_col = warp % (warps / C.dq_warps_m) * dq_cols;
     const tile::Lanes<tile::Order::cols_first, C.block_m> lanes_m;
-    const auto read_ds = tile::Matrices(shared.ds, lanes_m).template from_col<dq_rows>(dq_row);
+    const auto read_ds = tile::Matrices(shared.ds[0], lanes_m).template from_col<dq_rows>(dq_row);
     const auto read_k_cols = tile::Matrices(shared.k, lanes).template from_col<dq_cols>(dq_col);
 #pragma unroll
     for (int key = 0; key < C.block_n; key += 16) {
       tile::FragmentA ds[dq_rows / 16];
 #pragma unroll
       for (int i = 0; i < dq_rows / 16; ++i) read_ds.read_a_transposed(ds[i], key, i * 16);
-      multiply_step<C.type>(dq, ds, read_k_cols, key);
+      tile::multiply_step<C.type>(dq, ds, read_k_cols, key);
     }
     int* turn = nullptr;
     if (params.turn != nullptr) {

@@ -1,7 +1,7 @@
 // FlashAttention-2 forward on mma.sync: a block of queries, a loop over blocks of keys, an online softmax.
 //
-//   grid: one block of threads for each (block of queries, head, batch); each warp owns block_m / warps
-//   queries loop: K(n) is there; V(n) loads while S = Q K^T; K(n - 1) loads while softmax and O += P V
+// One block of threads for each (block of queries, head, batch); each warp owns block_m / warps queries.
+// In the loop K(n) is there; V(n) loads while S = Q K^T, K(n - 1) while softmax and O += P V.
 //
 // NOTES.md beside this file has the roofline and what was tried.
 #pragma once
@@ -44,25 +44,6 @@ __device__ __forceinline__ void multiply_q_k(tile::FragmentC (&s)[m][n], const R
       for (int i = 0; i < m; ++i) {
         tile::multiply_add<C.type>(s[i][2 * j], q[i], k[0], k[1]);
         tile::multiply_add<C.type>(s[i][2 * j + 1], q[i], k[2], k[3]);
-      }
-    }
-  }
-}
-
-// acc_o += p v.
-template <ForwardConfig C, int m, int k, int nv, class ReadV>
-__device__ __forceinline__ void multiply_p_v(tile::FragmentC (&acc_o)[m][nv],
-                                             const tile::FragmentA (&p)[m][k], const ReadV& read_v) {
-#pragma unroll
-  for (int key = 0; key < C.block_n; key += 16) {
-#pragma unroll
-    for (int j = 0; j < nv / 2; ++j) {
-      tile::FragmentA v;
-      read_v.read_b_transposed(v, key, j * 16);
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
-        tile::multiply_add<C.type>(acc_o[i][2 * j], p[i][key / 16], v[0], v[1]);
-        tile::multiply_add<C.type>(acc_o[i][2 * j + 1], p[i][key / 16], v[2], v[3]);
       }
     }
   }
@@ -172,11 +153,10 @@ __device__ void forward(const AttentionParams& params) {
   const tile::Matrices read_q_tile(shared.q, lanes_q, warp_row);
   const tile::Matrices read_k(shared.k, lanes_k);
   const tile::Matrices read_v(shared.v, tile::same_if_same(lanes_q, own_lanes_v));
-  tile::FragmentA q_held[C.q_in_registers ? m : 1][C.q_in_registers ? C.head_dim / 16 : 1];
+  tile::HeldA<C.q_in_registers ? C.head_dim : 16> held_q[m];
   const auto read_q = [&](tile::FragmentA& a, int i, int d) {
     if constexpr (C.q_in_registers) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x) a[x] = q_held[i][d / 16][x];
+      held_q[i].read_a(a, 0, d);
     } else {
       read_q_tile.read_a(a, i * 16, d);
     }
@@ -203,10 +183,7 @@ __device__ void forward(const AttentionParams& params) {
     if constexpr (C.q_in_registers) {
       arrived();
 #pragma unroll
-      for (int i = 0; i < m; ++i) {
-#pragma unroll
-        for (int d = 0; d < C.head_dim; d += 16) read_q_tile.read_a(q_held[i][d / 16], i * 16, d);
-      }
+      for (int i = 0; i < m; ++i) held_q[i].read(read_q_tile, i * 16);
     }
   }
   for (int block = past_block - 1; block >= first_block; --block) {
@@ -228,7 +205,7 @@ __device__ void forward(const AttentionParams& params) {
 
     // s becomes p, rounded to 16 bits as the next product needs it.
     softmax.template prepare<units == tile::Units::natural>(s, acc_o, scale_log2);
-    tile::FragmentA p[m][n / 2];
+    tile::FragmentA p[n / 2][m];
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
@@ -241,12 +218,13 @@ __device__ void forward(const AttentionParams& params) {
 #pragma unroll
     for (int j = 0; j < n / 2; ++j) {
 #pragma unroll
-      for (int i = 0; i < m; ++i) tile::as_operand<C.type>(p[i][j], s[i], j);
+      for (int i = 0; i < m; ++i) tile::as_operand<C.type>(p[j][i], s[i], j);
     }
 
     arrived();  // V(n), and every warp is done with K(n)
     if (block > first_block) load_k(block - 1);
-    multiply_p_v<C>(acc_o, p, read_v);
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) tile::multiply_step<C.type>(acc_o, p[j], read_v, j * 16);
   }
   finish<C>(params, shared, softmax, acc_o);
 }

@@ -158,15 +158,31 @@ struct Matrices {
   }
 };
 
+// c += a b for one step of 16 of the depth.
+template <Half type, int m, int n, class ReadB>
+__device__ __forceinline__ void multiply_step(FragmentC (&c)[m][n], const FragmentA (&a)[m],
+                                              const ReadB& read_b, int b_row) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) {
+    FragmentA b;
+    read_b.read_b_transposed(b, b_row, j * 16);
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      multiply_add<type>(c[i][2 * j], a[i], b[0], b[1]);
+      multiply_add<type>(c[i][2 * j + 1], a[i], b[2], b[3]);
+    }
+  }
+}
+
 // 16 rows of A, `depth` deep, kept in registers.
 template <int depth>
 struct HeldA {
   FragmentA part[depth / 16];
 
   template <class Source>
-  __device__ __forceinline__ void read(const Source& source) {
+  __device__ __forceinline__ void read(const Source& source, int row = 0) {
 #pragma unroll
-    for (int d = 0; d < depth; d += 16) source.read_a(part[d / 16], 0, d);
+    for (int d = 0; d < depth; d += 16) source.read_a(part[d / 16], row, d);
   }
   __device__ __forceinline__ void read_a(FragmentA& a, int, int col) const {
 #pragma unroll

@@ -21,10 +21,6 @@ struct Element {
   return {i * 16 + lane / 4 + e / 2 * 8, j * 8 + lane % 4 * 2 + e % 2};
 }
 
-[[nodiscard]] __device__ __forceinline__ int clamp_to_int(long long x, int high) {
-  return x < 0 ? 0 : x > high ? high : static_cast<int>(x);
-}
-
 // Hides the keys that a query does not see. The mask's tile begins with the fragment's first element.
 template <int m, int n>
 __device__ __forceinline__ void hide(FragmentC (&s)[m][n], const TileMask& mask) {
@@ -257,7 +253,6 @@ struct ScoreTerms {
         if (query < queries && key < keys)
           s[j][e] += load_number<type>(bias.data, begin + query * bias.row + key * bias.col, bias.wide);
       }
-      ptx::keep_order();
     }
   }
 

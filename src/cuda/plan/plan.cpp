@@ -178,7 +178,7 @@ int shared_of(const ForwardConfig& c) {
 }
 int shared_of(const BackwardConfig& c) {
   const int keys = c.block_n * (c.head_dim + c.head_dim_v), queries = c.block_m * (c.head_dim + c.head_dim_v);
-  const int passed = c.block_n * (c.block_m + (c.split == 1 ? 32 : c.block_m));
+  const int passed = c.block_n * c.block_m * (c.split == 1 ? 1 : 2);
   const int rest = 2 * c.block_m * 4 + 8;
   return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
 }

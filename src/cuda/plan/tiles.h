@@ -52,31 +52,6 @@ inline constexpr TileTable sm90_tiles = {
        {192,       32,      64,     2,     1,      2,          1,      false},
        {256,       32,      64,     2,     1,      2,          1,      false}}},
 };
-// sm_80. No such card was at hand: these are the sizes of sm_90, made smaller where registers spilled.
-inline constexpr TileTable sm80_tiles = {
-    //  head_dim  block_m  block_n  warps  per_sm  q_in_registers
-    {{ { 64,      128,      64,     4,     2,      true},
-       { 96,      128,      64,     4,     2,      false},
-       {128,      128,      64,     4,     2,      false},
-       {192,       64,      64,     4,     2,      false},
-       {256,       64,      64,     4,     2,      false}}},
-    {{ { 64,      128,      64,     4,     2,      true},
-       { 96,      128,      32,     4,     2,      false},
-       {128,      128,      32,     4,     2,      false},
-       {192,       64,      64,     4,     2,      false},
-       {256,       64,      64,     4,     2,      false}}},
-    //  head_dim  block_m  block_n  split  stages  dq_warps_m  per_sm  kv_in_registers
-    {{ { 64,       64,      64,     1,     2,      2,          2,      true},
-       { 96,       64,      64,     1,     2,      4,          2,      false},
-       {128,       64,      64,     1,     2,      2,          2,      false},
-       {192,       64,      64,     2,     1,      2,          1,      false},
-       {256,       64,      64,     2,     2,      2,          1,      false}}},
-    {{ { 64,       64,      64,     1,     2,      2,          2,      false},
-       { 96,       32,      64,     1,     1,      2,          2,      false},
-       {128,       32,      64,     1,     1,      2,          2,      false},
-       {192,       32,      64,     2,     1,      2,          1,      false},
-       {256,       32,      64,     2,     1,      2,          1,      false}}},
-};
 // Those with 100 KB of shared memory: sm_86, sm_89, sm_120. Not timed either.
 inline constexpr TileTable small_tiles = {
     {{ { 64,      128,      64,     4,     2,      true},
@@ -101,5 +76,13 @@ inline constexpr TileTable small_tiles = {
        {256,       32,      32,     2,     1,      2,          1,      false}}},
 };
 // clang-format on
+
+// sm_80. No such card was at hand: the sizes of sm_90, made smaller where registers spilled.
+inline constexpr TileTable sm80_tiles = [] {
+  TileTable table = sm90_tiles;
+  table.forward[0] = table.forward_terms[0];
+  table.forward_terms[1].block_n = table.forward_terms[2].block_n = 32;
+  return table;
+}();
 
 }  // namespace tessera::cuda
