@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from report import figure_of, flops, geometric_mean, label_cells, load_pyplot, print_figures
 from tessera_ctypes import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -56,10 +56,6 @@ class Cell:
     @property
     def heads(self) -> int:
         return max(1, HIDDEN // self.head_dim)
-
-    def flops(self) -> float:
-        forward = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
-        return forward * (1 if self.direction == "forward" else 2.5)
 
 
 def grid(dtypes: list[str], quick: bool) -> Iterator[Cell]:
@@ -157,7 +153,7 @@ def measure(cell: Cell, library: Library, threads: int, min_time: float) -> list
     for direction, pairs in calls.items():
         result = Cell(cell.dtype, cell.head_dim, cell.causal, cell.seqlen, direction)
         result.ours, result.theirs, result.ratio = alternate(pairs, min_time)
-        result.gflops = result.flops() / result.ours / 1e9
+        result.gflops = flops(result) / result.ours / 1e9
         result.kernel = library.last_kernel()
         cells.append(result)
     return cells
@@ -173,53 +169,23 @@ def print_row(cell: Cell) -> None:
     )
 
 
-def geometric_mean(cells: list[Cell]) -> float:
-    return math.exp(statistics.fmean(math.log(cell.ratio) for cell in cells))
-
-
 def figures_of(cells: list[Cell]) -> list[dict[str, object]]:
-    figures: list[dict[str, object]] = []
-
-    def add(name: str, value: float, limit: float) -> None:
-        figures.append(
-            {
-                "name": name,
-                "value": value,
-                "comparison": ">=",
-                "limit": limit,
-                "unit": "x",
-                "met": value >= limit,
-            }
-        )
-
+    figures = []
     for dtype in dict.fromkeys(cell.dtype for cell in cells):
         for direction in ("forward", "backward"):
-            part = [cell for cell in cells if (cell.dtype, cell.direction) == (dtype, direction)]
-            add(f"{direction} {dtype} / PyTorch, geometric mean", geometric_mean(part), GOALS.get(dtype, 1.0))
+            mean = geometric_mean(c.ratio for c in cells if (c.dtype, c.direction) == (dtype, direction))
+            name = f"{direction} {dtype} / PyTorch, geometric mean"
+            figures.append(figure_of(name, mean, ">=", GOALS.get(dtype, 1.0)))
     worst = min(cells, key=lambda cell: cell.ratio)
     where = f"{worst.direction} {worst.dtype} d{worst.head_dim} seqlen {worst.seqlen}"
     where += " causal" if worst.causal else ""
-    add(f"worst cell / PyTorch ({where})", worst.ratio, FLOOR)
+    figures.append(figure_of(f"worst cell / PyTorch ({where})", worst.ratio, ">=", FLOOR))
     return figures
 
 
-def print_figures(figures: list[dict[str, object]]) -> None:
-    width = max(len(str(figure["name"])) for figure in figures)
-    print(f"\n{'figure':{width}}   measured      wanted  met")
-    for f in figures:
-        wanted = f"{f['comparison']} {f['limit']:.4g} {f['unit']}"
-        print(f"{f['name']:{width}}  {f['value']:9.3f}  {wanted:>10}  {'yes' if f['met'] else 'NO'}")
-
-
 def plot(cells: list[Cell], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no matplotlib: no plot")
+    if (pyplot := load_pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     dtypes = list(dict.fromkeys(cell.dtype for cell in cells))
     figure, axes = pyplot.subplots(
         len(dtypes), 2, figsize=(12, 3.6 * len(dtypes)), squeeze=False, sharey="row"
@@ -231,15 +197,12 @@ def plot(cells: list[Cell], path: Path) -> None:
             colours = ["#0b6e99" if cell.ratio >= FLOOR else "#c0392b" for cell in part]
             axis.bar(range(len(part)), [cell.ratio for cell in part], color=colours)
             axis.axhline(1, color="black", linewidth=1)
-            axis.axhline(
-                geometric_mean(part), color="#e08e0b", linewidth=1.5, label=f"mean {geometric_mean(part):.2f}"
-            )
-            labels = [f"d{c.head_dim}{' c' if c.causal else ''} {c.seqlen}" for c in part]
-            axis.set_xticks(range(len(part)), labels, rotation=90, fontsize=7)
+            mean = geometric_mean(cell.ratio for cell in part)
+            axis.axhline(mean, color="#e08e0b", linewidth=1.5, label=f"mean {mean:.2f}")
+            label_cells(axis, part)
             axis.set_title(f"{dtype} {direction}")
             axis.set_ylim(0, 1.2 * max(cell.ratio for cell in cells if cell.dtype == dtype))
             axis.legend(frameon=False, loc="upper left")
-            axis.spines[["top", "right"]].set_visible(False)
         axes[row][0].set_ylabel("speed / PyTorch's")
     figure.suptitle(
         f"Tessera against PyTorch {torch.__version__} on the CPU, {torch.get_num_threads()} threads"

@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from report import figure_of, flops, geometric_mean, label_cells, load_pyplot
 from tessera_ctypes import Call, Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -82,9 +83,7 @@ class Cell:
         return HIDDEN // self.head_dim
 
     def tflops(self, side: str) -> float:
-        forward = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
-        flops = forward * (1 if self.direction == "forward" else 2.5)
-        return flops / self.seconds[side] / 1e12 if side in self.seconds else math.nan
+        return flops(self) / self.seconds[side] / 1e12 if side in self.seconds else math.nan
 
 
 # -------------------------------------------------------------------------------- timing
@@ -365,19 +364,8 @@ def jit_times(path: Path, kernel: str) -> dict[str, object]:
 # -------------------------------------------------------------------------------- the report
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(math.log(value) for value in values)) if values else math.nan
-
-
 def figures_of(cells: list[Cell], name: str, costs: dict[str, dict[str, float]]) -> list[dict[str, object]]:
-    figures: list[dict[str, object]] = []
-
-    def add(what: str, value: float, comparison: str, limit: float | None) -> None:
-        met = None if limit is None else value >= limit if comparison == ">=" else value <= limit
-        figures.append(
-            {"name": what, "value": value, "comparison": comparison, "limit": limit, "unit": "x", "met": met}
-        )
-
+    figures = []
     for direction in DIRECTIONS:
         for head_dim in HEAD_DIMS:
             part = [
@@ -386,20 +374,16 @@ def figures_of(cells: list[Cell], name: str, costs: dict[str, dict[str, float]])
                 if (c.direction, c.head_dim) == (direction, head_dim) and name in c.ratios
             ]
             if part:
-                add(
-                    f"{direction} d{head_dim} / flash, geometric mean",
-                    geometric_mean(part),
-                    ">=",
-                    MEAN_GOALS[head_dim],
-                )
+                what = f"{direction} d{head_dim} / flash, geometric mean"
+                figures.append(figure_of(what, geometric_mean(part), ">=", MEAN_GOALS[head_dim]))
     if rated := [c for c in cells if name in c.ratios]:
         worst = min(rated, key=lambda c: c.ratios[name])
         where = f"{worst.direction} d{worst.head_dim}{' causal' if worst.causal else ''} {worst.seqlen}"
-        add(f"worst cell / flash ({where})", worst.ratios[name], ">=", FLOOR)
+        figures.append(figure_of(f"worst cell / flash ({where})", worst.ratios[name], ">=", FLOOR))
     for option, by_direction in costs.items():
         for direction, value in by_direction.items():
             limit = OPTION_GOALS[option] if direction == "forward" else None  # backward: for information
-            add(f"{direction} with {option} / plain", value, "<=", limit)
+            figures.append(figure_of(f"{direction} with {option} / plain", value, "<=", limit))
     return figures
 
 
@@ -462,15 +446,9 @@ def print_rest(result: dict[str, object]) -> None:
         print(f"JIT {name}: {origins}; prepare() again {again:.1f} us  {met}")
 
 
-def plot(cells: list[Cell], names: list[str], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no matplotlib: no plot")
+def plot(cells: list[Cell], names: list[str], device: str, path: Path) -> None:
+    if (pyplot := load_pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     directions = list(dict.fromkeys(cell.direction for cell in cells))
     figure, axes = pyplot.subplots(
         len(directions), 1, figsize=(13, 4.2 * len(directions)), squeeze=False, sharex=True
@@ -483,17 +461,11 @@ def plot(cells: list[Cell], names: list[str], path: Path) -> None:
             heights = [cell.tflops(side) for cell in part]
             style = {"color": colours[side]} if side in colours else {"linewidth": 2, "zorder": 3 + i}
             axis.plot(range(len(part)), heights, marker="o", markersize=4, label=side, **style)
-        axis.set_xticks(
-            range(len(part)),
-            [f"d{c.head_dim}{' c' if c.causal else ''} {c.seqlen}" for c in part],
-            rotation=90,
-            fontsize=7,
-        )
+        label_cells(axis, part)
         axis.set_ylim(bottom=0)
         axis.set_ylabel(f"{direction}, TFLOP/s")
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, ncols=4)
-    figure.suptitle(f"Tessera on {torch.cuda.get_device_name()}, bf16, {TOKENS} tokens, hidden size {HIDDEN}")
+    figure.suptitle(f"Tessera on {device}, bf16, {TOKENS} tokens, hidden size {HIDDEN}")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -610,7 +582,7 @@ def main() -> int:
     stem = args.out / f"gpu-bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if cells:
-        plot(cells, list(libraries), stem.with_suffix(".png"))
+        plot(cells, list(libraries), result["machine"]["device"], stem.with_suffix(".png"))
     print(f"results: {stem}.json, {stem}.png; {result['seconds']:.0f} s")
     return 1 if any(cell.error for cell in cells) else 0
 
