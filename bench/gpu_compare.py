@@ -22,43 +22,25 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+import gpu_options
 import torch
+from gpu_timing import DIRECTIONS, HEAD_DIMS, HIDDEN, TOKENS, Data, Ours, alternate, median_ratio
 from report import figure_of, flops, geometric_mean, label_cells, load_pyplot
-from tessera_ctypes import Call, Library
+from tessera_ctypes import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-TOKENS, HIDDEN = 16384, 2048
-HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
-DIRECTIONS = ("forward", "backward")
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 SETS = 3
-TURN = 2.5e-3  # seconds of work a side gets in a turn, at least
-MOST_LAUNCHES = 12
-PLUG = 600_000  # cycles, some 0.3 ms: enough to queue a turn behind
-
 MEAN_GOALS = {64: 1.0, 128: 1.0, 256: 0.95}  # against flash, geometric mean over the grid
 FLOOR = 0.9  # of every cell
-OPTION_GOALS = {
-    "window": 1.15,
-    "alibi": 1.15,
-    "softcap": 1.15,
-    "sinks": 1.15,
-    "varlen": 1.15,
-    "gqa": 1.15,
-    "dropout": 1.4,
-    "bias": 1.4,
-}
-
-Runner = Callable[[], object]
 
 
 @dataclass
@@ -86,82 +68,7 @@ class Cell:
         return flops(self) / self.seconds[side] / 1e12 if side in self.seconds else math.nan
 
 
-# -------------------------------------------------------------------------------- timing
-
-
-def timed(runs: list[Runner], launches: int, first: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(PLUG)
-    begin.record()
-    for i in range(launches):
-        runs[(first + i) % len(runs)]()
-    end.record()
-    return begin, end
-
-
-def alternate(sides: dict[str, list[Runner]], turns: int) -> dict[str, list[float]]:
-    """Seconds a launch, for each side and turn. Buffers rotate, and so does who begins."""
-    launches = {}
-    for name, runs in sides.items():
-        for run in runs:  # warm-up, and what is compiled or allocated on first use
-            run()
-        begin, end = timed(runs, 2, 0)
-        end.synchronize()
-        each = begin.elapsed_time(end) / 2e3
-        launches[name] = max(1, min(MOST_LAUNCHES, math.ceil(TURN / max(each, 1e-6))))
-    names = list(sides)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            begin, end = timed(sides[name], launches[name], turn * launches[name])
-            end.synchronize()
-            seconds[name].append(begin.elapsed_time(end) / 1e3 / launches[name])
-    return seconds
-
-
-def median_ratio(above: list[float], below: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
 # -------------------------------------------------------------------------------- one cell
-
-
-class Data:
-    """One set of (batch, seqlen, heads, head_dim) tensors."""
-
-    def __init__(
-        self, batch: int, seqlen: int, heads: int, head_dim: int, heads_k: int | None = None
-    ) -> None:
-        def some(h: int) -> torch.Tensor:
-            return torch.randn((batch, seqlen, h, head_dim), device="cuda", dtype=torch.bfloat16)
-
-        heads_k = heads_k or heads
-        self.q, self.k, self.v, self.dout = some(heads), some(heads_k), some(heads_k), some(heads)
-        self.lse_shape = (batch, heads, seqlen)
-
-    def views(self) -> list[torch.Tensor]:
-        """q, k, v as SDPA has them."""
-        return [t.transpose(1, 2).detach().requires_grad_() for t in (self.q, self.k, self.v)]
-
-
-class Ours:
-    """Tessera on one set."""
-
-    def __init__(self, library: Library, data: Data, **options: object) -> None:
-        self.o = torch.empty_like(data.q)
-        self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (data.q, data.k, data.v))
-        self.lse = torch.empty(data.lse_shape, device="cuda")
-        made = library.options(**options)
-        shared = {"q": data.q, "k": data.k, "v": data.v, "o": self.o, "lse": self.lse}
-        self.forward: Call = library.forward(made, **shared)
-        self.backward: Call = library.backward(
-            made, **shared, dout=data.dout, dq=self.dq, dk=self.dk, dv=self.dv
-        )
-
-    def results(self) -> list[torch.Tensor]:
-        self.forward.run()
-        self.backward.run()
-        return [self.o, self.dq, self.dk, self.dv]
 
 
 class Theirs:
@@ -258,113 +165,10 @@ def measure(cell: Cell, libraries: dict[str, Library], kernel: str, args: argpar
     return cells
 
 
-# -------------------------------------------------------------------------------- options, memory, JIT
-
-
-def option_calls(library: Library, kernel: str) -> dict[str, list[Ours]]:
-    """Plain, and each option alone, at head_dim 128 and seqlen 4096; two sets."""
-    batch, seqlen, heads, dim = 4, 4096, 16, 128
-    cuda = {"device": "cuda"}
-    cu = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, **cuda)
-    varied: dict[str, dict[str, object]] = {
-        "plain": {},
-        "window": {"window_left": seqlen, "window_right": seqlen},
-        "alibi": {"alibi_slopes": torch.rand(heads, **cuda) * 0.1},
-        "softcap": {"softcap": 30.0},
-        "sinks": {"sinks": torch.randn(heads, **cuda)},
-        "varlen": {
-            "cu_seqlens_q": cu,
-            "cu_seqlens_k": cu,
-            "max_seqlen_q": seqlen,
-            "max_seqlen_k": seqlen,
-        },
-        "gqa": {},
-        "dropout": {"dropout_p": 0.1, "seed": 1},
-        "bias": {"bias": torch.randn((heads, seqlen, seqlen), dtype=torch.bfloat16, **cuda)},
-    }
-    calls = {}
-    for name, options in varied.items():
-        sets = [Data(batch, seqlen, heads, dim, heads // 4 if name == "gqa" else None) for _ in range(2)]
-        for data in sets if name == "varlen" else []:
-            for tensor in ("q", "k", "v", "dout"):
-                setattr(data, tensor, getattr(data, tensor).flatten(0, 1))
-            data.lse_shape = (heads, batch * seqlen)
-        calls[name] = [Ours(library, data, kernel=kernel, **options) for data in sets]
-    return calls
-
-
-def option_costs(library: Library, kernel: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """option -> direction -> its time by plain's."""
-    calls = option_calls(library, kernel)
-    costs: dict[str, dict[str, float]] = {name: {} for name in calls if name != "plain"}
-    for each in calls.values():
-        for one in each:
-            one.forward.run()
-    for direction in args.directions:
-        for name in costs:
-            sides = {side: [getattr(one, direction).run for one in calls[side]] for side in ("plain", name)}
-            seconds = alternate(sides, args.turns)
-            costs[name][direction] = median_ratio(seconds[name], seconds["plain"])
-    return costs
-
-
-def workspaces(library: Library, kernel: str) -> list[dict[str, float]]:
-    """Bytes beyond the tensors, at seqlen 4096; backward may have dq in float32, delta and 1 MB."""
-    found = []
-    for head_dim in HEAD_DIMS:
-        heads = HIDDEN // head_dim
-        call = Ours(library, Data(TOKENS // 4096, 4096, heads, head_dim), kernel=kernel)
-        found.append(
-            {
-                "head_dim": head_dim,
-                "forward": call.forward.workspace_bytes,
-                "backward": call.backward.workspace_bytes,
-                "backward_allowed": TOKENS * HIDDEN * 4 + TOKENS * heads * 4 + (1 << 20),
-            }
-        )
-    return found
-
-
-def probe_jit(path: Path, kernel: str) -> None:
-    """In a process of its own: the seconds that preparing takes, as JSON."""
-    library = Library(path)
-    torch.cuda.init()
-    result = {}
-    for direction in DIRECTIONS:
-        call = getattr(Ours(library, Data(1, 512, 2, 128), kernel=kernel), direction)
-        begin = time.perf_counter()
-        call.prepare()
-        first = time.perf_counter()
-        for _ in range(1000):
-            call.prepare()
-        again = (time.perf_counter() - first) / 1000
-        facts = call.explain()
-        result[direction] = {
-            "seconds": first - begin,
-            "again_seconds": again,
-            "cubin": facts.get("cubin"),
-            "cubin_seconds": facts.get("cubin_seconds"),
-        }
-    print(json.dumps(result))
-
-
-def jit_times(path: Path, kernel: str) -> dict[str, object]:
-    """Compiled anew, then from the disk cache, in fresh processes without a pack."""
-    times = {}
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TESSERA_CACHE_DIR": folder, "TESSERA_PACK": "/nonexistent"}
-        for name in ("cold", "cached"):
-            command = [sys.executable, __file__, "--probe-jit", "--library", str(path), "--kernel", kernel]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            lines = done.stdout.strip().splitlines()
-            times[name] = json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr[-500:]}
-    return times
-
-
 # -------------------------------------------------------------------------------- the report
 
 
-def figures_of(cells: list[Cell], name: str, costs: dict[str, dict[str, float]]) -> list[dict[str, object]]:
+def figures_of(cells: list[Cell], name: str) -> list[dict[str, object]]:
     figures = []
     for direction in DIRECTIONS:
         for head_dim in HEAD_DIMS:
@@ -380,10 +184,6 @@ def figures_of(cells: list[Cell], name: str, costs: dict[str, dict[str, float]])
         worst = min(rated, key=lambda c: c.ratios[name])
         where = f"{worst.direction} d{worst.head_dim}{' causal' if worst.causal else ''} {worst.seqlen}"
         figures.append(figure_of(f"worst cell / flash ({where})", worst.ratios[name], ">=", FLOOR))
-    for option, by_direction in costs.items():
-        for direction, value in by_direction.items():
-            limit = OPTION_GOALS[option] if direction == "forward" else None  # backward: for information
-            figures.append(figure_of(f"{direction} with {option} / plain", value, "<=", limit))
     return figures
 
 
@@ -421,29 +221,6 @@ def print_figures(figures: list[dict[str, object]]) -> None:
         other = costs.get(str(f["name"]).replace("forward", "backward"))
         more = f"  (backward {other['value']:.3f})" if f["name"] in costs and other and other is not f else ""
         print(f"{f['name']:{width}}  {f['value']:6.3f}  {wanted:>7}  {met}{more}")
-
-
-def print_rest(result: dict[str, object]) -> None:
-    for row in result.get("workspaces", []):
-        met = "yes" if row["forward"] == 0 and row["backward"] <= row["backward_allowed"] else "NO"
-        print(
-            f"workspace d{row['head_dim']}: forward {row['forward'] / 1e6:.2f} MB (wanted 0), backward "
-            f"{row['backward'] / 1e6:.2f} MB (<= {row['backward_allowed'] / 1e6:.2f})  {met}"
-        )
-    for name, origin, limit in (("cold", "compiled", 8.0), ("cached", "cache", 0.03)):
-        times = result.get("jit", {}).get(name)
-        if not times:
-            continue
-        if "error" in times:
-            print(f"JIT {name}: failed: {times['error'].strip().splitlines()[-1:]}")
-            continue
-        slowest = max(t["cubin_seconds"] or 0.0 for t in times.values())
-        origins = ", ".join(
-            f"{d} {t['cubin']} {(t['cubin_seconds'] or 0) * 1e3:.1f} ms" for d, t in times.items()
-        )
-        again = max(t["again_seconds"] for t in times.values()) * 1e6
-        met = "yes" if slowest <= limit and all(t["cubin"] == origin for t in times.values()) else "NO"
-        print(f"JIT {name}: {origins}; prepare() again {again:.1f} us  {met}")
 
 
 def plot(cells: list[Cell], names: list[str], device: str, path: Path) -> None:
@@ -526,7 +303,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, help="per cell; default 15, with --quick 5")
     parser.add_argument("--options", choices=("yes", "no", "only"), help="measure what the options cost")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
-    parser.add_argument("--probe-jit", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.libraries = {}
     for text in args.library:
@@ -545,9 +321,6 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     name, path = next(iter(args.libraries.items()))
-    if args.probe_jit:
-        probe_jit(path, args.kernel)
-        return 0
     torch.manual_seed(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     begin = time.perf_counter()
@@ -565,17 +338,17 @@ def main() -> int:
             torch.cuda.empty_cache()
     costs: dict[str, dict[str, float]] = {}
     if args.options != "no":
-        costs = option_costs(libraries[name], args.kernel, args)
-        result["workspaces"] = workspaces(libraries[name], args.kernel)
-        result["jit"] = jit_times(path, args.kernel)
+        costs = gpu_options.option_costs(libraries[name], args.kernel, args.directions, args.turns)
+        result["workspaces"] = gpu_options.workspaces(libraries[name], args.kernel)
+        result["jit"] = gpu_options.jit_times(path, args.kernel)
     result["machine_after"] = machine()["nvidia_smi"]
     for each in libraries:
-        figures = figures_of(cells, each, costs if each == name else {})
+        figures = figures_of(cells, each) + (gpu_options.figures_of(costs) if each == name else [])
         result.setdefault("figures", {})[each] = figures
         if figures:
             print(f"\n{each}: figure, measured, wanted, met")
             print_figures(figures)
-    print_rest(result)
+    gpu_options.print_rest(result)
     result["cells"] = [asdict(cell) | {"tflops": {s: cell.tflops(s) for s in cell.seconds}} for cell in cells]
     result["seconds"] = time.perf_counter() - begin
     args.out.mkdir(parents=True, exist_ok=True)

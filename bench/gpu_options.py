@@ -1,0 +1,165 @@
+"""What gpu_compare.py measures beside the grid: what each option costs, workspace sizes, JIT times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from gpu_timing import DIRECTIONS, HEAD_DIMS, HIDDEN, TOKENS, Data, Ours, alternate, median_ratio
+from report import figure_of
+from tessera_ctypes import Library
+
+OPTION_GOALS = {  # of forward, its time by plain's; backward is for information
+    "window": 1.15,
+    "alibi": 1.15,
+    "softcap": 1.15,
+    "sinks": 1.15,
+    "varlen": 1.15,
+    "gqa": 1.15,
+    "dropout": 1.4,
+    "bias": 1.4,
+}
+
+
+def option_calls(library: Library, kernel: str) -> dict[str, list[Ours]]:
+    """Plain, and each option alone, at head_dim 128 and seqlen 4096; two sets."""
+    batch, seqlen, heads, dim = 4, 4096, 16, 128
+    cuda = {"device": "cuda"}
+    cu = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, **cuda)
+    varied: dict[str, dict[str, object]] = {
+        "plain": {},
+        "window": {"window_left": seqlen, "window_right": seqlen},
+        "alibi": {"alibi_slopes": torch.rand(heads, **cuda) * 0.1},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": torch.randn(heads, **cuda)},
+        "varlen": {
+            "cu_seqlens_q": cu,
+            "cu_seqlens_k": cu,
+            "max_seqlen_q": seqlen,
+            "max_seqlen_k": seqlen,
+        },
+        "gqa": {},
+        "dropout": {"dropout_p": 0.1, "seed": 1},
+        "bias": {"bias": torch.randn((heads, seqlen, seqlen), dtype=torch.bfloat16, **cuda)},
+    }
+    calls = {}
+    for name, options in varied.items():
+        sets = [Data(batch, seqlen, heads, dim, heads // 4 if name == "gqa" else None) for _ in range(2)]
+        for data in sets if name == "varlen" else []:
+            for tensor in ("q", "k", "v", "dout"):
+                setattr(data, tensor, getattr(data, tensor).flatten(0, 1))
+            data.lse_shape = (heads, batch * seqlen)
+        calls[name] = [Ours(library, data, kernel=kernel, **options) for data in sets]
+    return calls
+
+
+def option_costs(
+    library: Library, kernel: str, directions: list[str], turns: int
+) -> dict[str, dict[str, float]]:
+    """option -> direction -> its time by plain's."""
+    calls = option_calls(library, kernel)
+    costs: dict[str, dict[str, float]] = {name: {} for name in calls if name != "plain"}
+    for each in calls.values():
+        for one in each:
+            one.forward.run()
+    for direction in directions:
+        for name in costs:
+            sides = {side: [getattr(one, direction).run for one in calls[side]] for side in ("plain", name)}
+            seconds = alternate(sides, turns)
+            costs[name][direction] = median_ratio(seconds[name], seconds["plain"])
+    return costs
+
+
+def workspaces(library: Library, kernel: str) -> list[dict[str, float]]:
+    """Bytes beyond the tensors, at seqlen 4096; backward may have dq in float32, delta and 1 MB."""
+    found = []
+    for head_dim in HEAD_DIMS:
+        heads = HIDDEN // head_dim
+        call = Ours(library, Data(TOKENS // 4096, 4096, heads, head_dim), kernel=kernel)
+        found.append(
+            {
+                "head_dim": head_dim,
+                "forward": call.forward.workspace_bytes,
+                "backward": call.backward.workspace_bytes,
+                "backward_allowed": TOKENS * HIDDEN * 4 + TOKENS * heads * 4 + (1 << 20),
+            }
+        )
+    return found
+
+
+def probe_jit(path: Path, kernel: str) -> None:
+    """What this file does as a program, for jit_times(): the seconds that preparing takes, as JSON."""
+    library = Library(path)
+    torch.cuda.init()
+    result = {}
+    for direction in DIRECTIONS:
+        call = getattr(Ours(library, Data(1, 512, 2, 128), kernel=kernel), direction)
+        begin = time.perf_counter()
+        call.prepare()
+        first = time.perf_counter()
+        for _ in range(1000):
+            call.prepare()
+        again = (time.perf_counter() - first) / 1000
+        facts = call.explain()
+        result[direction] = {
+            "seconds": first - begin,
+            "again_seconds": again,
+            "cubin": facts.get("cubin"),
+            "cubin_seconds": facts.get("cubin_seconds"),
+        }
+    print(json.dumps(result))
+
+
+def jit_times(path: Path, kernel: str) -> dict[str, object]:
+    """Compiled anew, then from the disk cache, in fresh processes without a pack."""
+    times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"TESSERA_CACHE_DIR": folder, "TESSERA_PACK": "/nonexistent"}
+        for name in ("cold", "cached"):
+            command = [sys.executable, __file__, str(path), kernel]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            lines = done.stdout.strip().splitlines()
+            times[name] = json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr[-500:]}
+    return times
+
+
+def figures_of(costs: dict[str, dict[str, float]]) -> list[dict[str, object]]:
+    figures = []
+    for option, by_direction in costs.items():
+        for direction, value in by_direction.items():
+            limit = OPTION_GOALS[option] if direction == "forward" else None
+            figures.append(figure_of(f"{direction} with {option} / plain", value, "<=", limit))
+    return figures
+
+
+def print_rest(result: dict[str, object]) -> None:
+    for row in result.get("workspaces", []):
+        met = "yes" if row["forward"] == 0 and row["backward"] <= row["backward_allowed"] else "NO"
+        print(
+            f"workspace d{row['head_dim']}: forward {row['forward'] / 1e6:.2f} MB (wanted 0), backward "
+            f"{row['backward'] / 1e6:.2f} MB (<= {row['backward_allowed'] / 1e6:.2f})  {met}"
+        )
+    for name, origin, limit in (("cold", "compiled", 8.0), ("cached", "cache", 0.03)):
+        times = result.get("jit", {}).get(name)
+        if not times:
+            continue
+        if "error" in times:
+            print(f"JIT {name}: failed: {times['error'].strip().splitlines()[-1:]}")
+            continue
+        slowest = max(t["cubin_seconds"] or 0.0 for t in times.values())
+        origins = ", ".join(
+            f"{d} {t['cubin']} {(t['cubin_seconds'] or 0) * 1e3:.1f} ms" for d, t in times.items()
+        )
+        again = max(t["again_seconds"] for t in times.values()) * 1e6
+        met = "yes" if slowest <= limit and all(t["cubin"] == origin for t in times.values()) else "NO"
+        print(f"JIT {name}: {origins}; prepare() again {again:.1f} us  {met}")
+
+
+if __name__ == "__main__":
+    probe_jit(Path(sys.argv[1]), sys.argv[2])
