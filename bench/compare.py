@@ -256,6 +256,7 @@ def main() -> int:
                 cells.append(result)
                 print_row(result)
     figures = figures_of(cells) + list(cli.get("figures", []))
+    print()
     print_figures(figures)
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"

@@ -31,7 +31,7 @@ from pathlib import Path
 import gpu_options
 import torch
 from gpu_timing import DIRECTIONS, HEAD_DIMS, HIDDEN, TOKENS, Data, Ours, alternate, median_ratio
-from report import figure_of, flops, geometric_mean, label_cells, load_pyplot
+from report import figure_of, flops, geometric_mean, label_cells, load_pyplot, print_figures
 from tessera_ctypes import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -209,20 +209,6 @@ def print_row(cells: list[Cell], names: list[str]) -> None:
     print(text + (f"  WRONG: {one.error}" if one.error else ""), flush=True)
 
 
-def print_figures(figures: list[dict[str, object]]) -> None:
-    """Option costs of both directions share a line."""
-    costs = {f["name"]: f for f in figures if " with " in str(f["name"])}
-    width = max(len(str(f["name"])) for f in figures)
-    for f in figures:
-        if f["name"] in costs and str(f["name"]).startswith("backward") and len(costs) > 8:
-            continue
-        wanted = "-" if f["limit"] is None else f"{f['comparison']} {f['limit']:.4g}"
-        met = "" if f["met"] is None else "yes" if f["met"] else "NO"
-        other = costs.get(str(f["name"]).replace("forward", "backward"))
-        more = f"  (backward {other['value']:.3f})" if f["name"] in costs and other and other is not f else ""
-        print(f"{f['name']:{width}}  {f['value']:6.3f}  {wanted:>7}  {met}{more}")
-
-
 def plot(cells: list[Cell], names: list[str], device: str, path: Path) -> None:
     if (pyplot := load_pyplot()) is None:
         return
@@ -336,19 +322,21 @@ def main() -> int:
             cells += done
             print_row(done, list(libraries))
             torch.cuda.empty_cache()
-    costs: dict[str, dict[str, float]] = {}
     if args.options != "no":
-        costs = gpu_options.option_costs(libraries[name], args.kernel, args.directions, args.turns)
+        result["options"] = gpu_options.option_costs(
+            libraries[name], args.kernel, args.directions, args.turns
+        )
         result["workspaces"] = gpu_options.workspaces(libraries[name], args.kernel)
         result["jit"] = gpu_options.jit_times(path, args.kernel)
     result["machine_after"] = machine()["nvidia_smi"]
-    for each in libraries:
-        figures = figures_of(cells, each) + (gpu_options.figures_of(costs) if each == name else [])
-        result.setdefault("figures", {})[each] = figures
+    result["figures"] = {each: figures_of(cells, each) for each in libraries}
+    for each, figures in result["figures"].items():
         if figures:
-            print(f"\n{each}: figure, measured, wanted, met")
+            print(f"\n{each}")
             print_figures(figures)
-    gpu_options.print_rest(result)
+    if args.options != "no":
+        result["figures"][name] += gpu_options.figures_of(result["options"])
+        gpu_options.print_results(result)
     result["cells"] = [asdict(cell) | {"tflops": {s: cell.tflops(s) for s in cell.seconds}} for cell in cells]
     result["seconds"] = time.perf_counter() - begin
     args.out.mkdir(parents=True, exist_ok=True)

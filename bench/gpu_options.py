@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,7 @@ from gpu_timing import DIRECTIONS, HEAD_DIMS, HIDDEN, TOKENS, Data, Ours, altern
 from report import figure_of
 from tessera_ctypes import Library
 
-OPTION_GOALS = {  # of forward, its time by plain's; backward is for information
+GOALS = {  # of forward, its time by plain's; backward is for information
     "window": 1.15,
     "alibi": 1.15,
     "softcap": 1.15,
@@ -25,6 +27,9 @@ OPTION_GOALS = {  # of forward, its time by plain's; backward is for information
     "dropout": 1.4,
     "bias": 1.4,
 }
+
+# option -> direction -> ratio (to plain), seconds, plain_seconds
+Costs = dict[str, dict[str, dict[str, float]]]
 
 
 def option_calls(library: Library, kernel: str) -> dict[str, list[Ours]]:
@@ -59,12 +64,10 @@ def option_calls(library: Library, kernel: str) -> dict[str, list[Ours]]:
     return calls
 
 
-def option_costs(
-    library: Library, kernel: str, directions: list[str], turns: int
-) -> dict[str, dict[str, float]]:
-    """option -> direction -> its time by plain's."""
+def option_costs(library: Library, kernel: str, directions: list[str], turns: int) -> Costs:
+    """Backward is without dbias and dsinks."""
     calls = option_calls(library, kernel)
-    costs: dict[str, dict[str, float]] = {name: {} for name in calls if name != "plain"}
+    costs: Costs = {name: {} for name in calls if name != "plain"}
     for each in calls.values():
         for one in each:
             one.forward.run()
@@ -72,7 +75,11 @@ def option_costs(
         for name in costs:
             sides = {side: [getattr(one, direction).run for one in calls[side]] for side in ("plain", name)}
             seconds = alternate(sides, turns)
-            costs[name][direction] = median_ratio(seconds[name], seconds["plain"])
+            costs[name][direction] = {
+                "ratio": median_ratio(seconds[name], seconds["plain"]),
+                "seconds": statistics.median(seconds[name]),
+                "plain_seconds": statistics.median(seconds["plain"]),
+            }
     return costs
 
 
@@ -129,26 +136,35 @@ def jit_times(path: Path, kernel: str) -> dict[str, object]:
     return times
 
 
-def figures_of(costs: dict[str, dict[str, float]]) -> list[dict[str, object]]:
+def figures_of(costs: Costs) -> list[dict[str, object]]:
     figures = []
     for option, by_direction in costs.items():
-        for direction, value in by_direction.items():
-            limit = OPTION_GOALS[option] if direction == "forward" else None
-            figures.append(figure_of(f"{direction} with {option} / plain", value, "<=", limit))
+        for direction, cost in by_direction.items():
+            limit = GOALS[option] if direction == "forward" else None
+            figures.append(figure_of(f"{direction} with {option} / plain", cost["ratio"], "<=", limit))
     return figures
 
 
-def print_rest(result: dict[str, object]) -> None:
-    for row in result.get("workspaces", []):
+def print_costs(costs: Costs) -> None:
+    print("\noption / plain  forward   wanted  met  backward")
+    for option, by_direction in costs.items():
+        forward, backward = (by_direction.get(d, {}).get("ratio", math.nan) for d in DIRECTIONS)
+        met = "" if math.isnan(forward) else "yes" if forward <= GOALS[option] else "NO"
+        print(f"{option:14}  {forward:7.3f}  {f'<= {GOALS[option]:.4g}':>7}  {met:3}  {backward:8.3f}")
+
+
+def print_workspaces(rows: list[dict[str, float]]) -> None:
+    for row in rows:
         met = "yes" if row["forward"] == 0 and row["backward"] <= row["backward_allowed"] else "NO"
         print(
             f"workspace d{row['head_dim']}: forward {row['forward'] / 1e6:.2f} MB (wanted 0), backward "
             f"{row['backward'] / 1e6:.2f} MB (<= {row['backward_allowed'] / 1e6:.2f})  {met}"
         )
+
+
+def print_jit_times(jit: dict[str, dict[str, object]]) -> None:
     for name, origin, limit in (("cold", "compiled", 8.0), ("cached", "cache", 0.03)):
-        times = result.get("jit", {}).get(name)
-        if not times:
-            continue
+        times = jit[name]
         if "error" in times:
             print(f"JIT {name}: failed: {times['error'].strip().splitlines()[-1:]}")
             continue
@@ -159,6 +175,13 @@ def print_rest(result: dict[str, object]) -> None:
         again = max(t["again_seconds"] for t in times.values()) * 1e6
         met = "yes" if slowest <= limit and all(t["cubin"] == origin for t in times.values()) else "NO"
         print(f"JIT {name}: {origins}; prepare() again {again:.1f} us  {met}")
+
+
+def print_results(result: dict[str, object]) -> None:
+    print_costs(result["options"])
+    print()
+    print_workspaces(result["workspaces"])
+    print_jit_times(result["jit"])
 
 
 if __name__ == "__main__":

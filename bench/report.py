@@ -30,7 +30,7 @@ def figure_of(name: str, value: float, comparison: str, limit: float | None) -> 
 
 def print_figures(figures: list[dict[str, object]]) -> None:
     width = max(len(str(figure["name"])) for figure in figures)
-    print(f"\n{'figure':{width}}   measured      wanted  met")
+    print(f"{'figure':{width}}   measured      wanted  met")
     for f in figures:
         wanted = f"{f['comparison']} {f['limit']:.4g} {f['unit']}"
         print(f"{f['name']:{width}}  {f['value']:9.3f}  {wanted:>10}  {'yes' if f['met'] else 'NO'}")
