@@ -323,12 +323,12 @@ def main() -> int:
             print_row(done, list(libraries))
             torch.cuda.empty_cache()
     if args.options != "no":
+        result["workspaces"] = gpu_options.workspaces(libraries[name], args.kernel)
+        result["jit"] = gpu_options.jit_times(path, args.kernel)
         result["options"] = gpu_options.option_costs(
             libraries[name], args.kernel, args.directions, args.turns
         )
-        result["workspaces"] = gpu_options.workspaces(libraries[name], args.kernel)
-        result["jit"] = gpu_options.jit_times(path, args.kernel)
-    result["machine_after"] = machine()["nvidia_smi"]
+    result["machine_after"] = machine()["nvidia_smi"]  # clocks, as soon as the timing is done
     result["figures"] = {each: figures_of(cells, each) for each in libraries}
     for each, figures in result["figures"].items():
         if figures:
