@@ -48,6 +48,11 @@ __device__ __forceinline__ float widen(unsigned short x) {
   return y;
 }
 template <Half type>
+__device__ __forceinline__ float2 widen_pair(unsigned x) {
+  if constexpr (type == Half::bfloat16) return {__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u)};
+  return {widen<type>(static_cast<unsigned short>(x)), widen<type>(static_cast<unsigned short>(x >> 16))};
+}
+template <Half type>
 __device__ __forceinline__ unsigned short narrow(float x) {
   return static_cast<unsigned short>(pack<type>(x, 0.0f));
 }

@@ -26,10 +26,18 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], unsig
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
-// 16 bytes; zeros, and nothing is read, where not valid.
-__device__ __forceinline__ void copy_async(unsigned address, const void* from, bool valid) {
+__device__ __forceinline__ void store_byte(unsigned address, unsigned x) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+[[nodiscard]] __device__ __forceinline__ float2 load_pair(unsigned address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  return x;
+}
+// 16 bytes; of them the first `valid` are read, the others become 0.
+__device__ __forceinline__ void copy_async(unsigned address, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
-               "r"(valid ? 16 : 0));
+               "r"(valid));
 }
 __device__ __forceinline__ void store(unsigned address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),

@@ -16,7 +16,9 @@
 namespace tessera::sm80 {
 
 template <ForwardConfig C>
-struct ForwardShared {
+struct ForwardShared : tile::BiasShared<C.terms, C.block_m, C.block_n>,
+                       tile::DropoutShared<has(C.terms, Terms::dropout), C.warps * 32,
+                                           C.block_m / C.warps / 16, C.block_n / 8> {
   union {
     struct {
       tile::SharedTile<C.block_m, C.head_dim> q;
@@ -110,6 +112,7 @@ __device__ void forward(const AttentionParams& params) {
   constexpr int threads = C.warps * 32, warp_rows = C.block_m / C.warps;
   constexpr int m = warp_rows / 16, n = C.block_n / 8, nv = C.head_dim_v / 8;
   static_assert(warp_rows % 16 == 0 && C.block_n % 16 == 0);
+  constexpr bool biased = has(C.terms, Terms::bias);
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<C>*>(shared_bytes);
 
@@ -120,6 +123,8 @@ __device__ void forward(const AttentionParams& params) {
   const int first_query = m_block * C.block_m;
   const int queries = max(0, min(sequence.seqlen_q - first_query, C.block_m));
   const int warp_row = ptx::warp_index() * warp_rows;
+  // Not kept in a register where they are scarce.
+  const auto warp_row_again = [&] { return biased ? ptx::thread_index() / 32 * warp_rows : warp_row; };
 
   // Blocks of keys that some query sees.
   const Range keys = params.mask(sequence).keys_of_any({first_query, first_query + queries});
@@ -130,14 +135,17 @@ __device__ void forward(const AttentionParams& params) {
   const tile::Rows q = tile::rows_of(params.q, b, sequence.q_begin + first_query, h);
   const tile::Rows k = tile::rows_of(params.k, b, sequence.k_begin, h / params.group_size);
   const tile::Rows v = tile::rows_of(params.v, b, sequence.k_begin, h / params.group_size);
-  constexpr bool fresh = C.head_dim <= 64;
+  constexpr bool fresh = C.head_dim <= 64 || biased;
   const tile::Pieces<threads, C.head_dim, fresh> pieces;
   const tile::Pieces<threads, C.head_dim_v, fresh> own_pieces_v;
   const auto& pieces_v = tile::same_if_same(pieces, own_pieces_v);
+  const tile::ScoreTerms<C.type, C.terms> terms(params, sequence, b, h);
+  // K, and the bias for it.
   const auto load_k = [&](int block) {
     const int first = block * C.block_n;
     tile::load_tile<C.type, C.aligned>(shared.k, pieces, k, first, sequence.seqlen_k - first,
                                        params.head_dim);
+    if constexpr (biased) terms.template load_bias<threads>(shared.bias, first_query, first);
     cute::cp_async_fence();
   };
   const auto load_v = [&](int block) {
@@ -165,7 +173,6 @@ __device__ void forward(const AttentionParams& params) {
   tile::FragmentC acc_o[m][nv];
   tile::clear(acc_o);
   tile::Softmax<m> softmax;
-  const tile::ScoreTerms<C.type, C.terms> terms(params, sequence, b, h);
   // What s is multiplied by on its way into the exponential.
   constexpr tile::Units units = tile::units_of(C.terms);
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
@@ -186,35 +193,69 @@ __device__ void forward(const AttentionParams& params) {
       for (int i = 0; i < m; ++i) held_q[i].read(read_q_tile, i * 16);
     }
   }
+  // Which keys of a block dropout keeps, the n-th parts from `part` on: among the products of the block
+  // before.
+  const auto choose_kept = [&](int block, int part, int parts) {
+    if constexpr (has(C.terms, Terms::dropout)) {
+      auto& kept = shared.kept;
+#pragma unroll
+      for (int i = part * kept.parts / n; i < (part + parts) * kept.parts / n; ++i)
+        terms.choose(kept, i, first_query + warp_row, block * C.block_n);
+    }
+  };
+  choose_kept(past_block - 1, 0, n);
   for (int block = past_block - 1; block >= first_block; --block) {
     const int first_key = block * C.block_n;
     arrived();  // K(n), and every warp is done with V(n + 1)
     load_v(block);
-    if constexpr (has(C.terms, Terms::bias))
-      terms.template prefetch_bias<C.block_m, C.block_n>(first_query, first_key);
     tile::FragmentC s[m][n];
     constexpr auto by_keys = tile::Orientation::queries_by_keys;
     terms.template start<by_keys>(s, first_query + warp_row, first_key);
     multiply_q_k<C>(s, read_q, read_k);
-#pragma unroll
-    for (int i = 0; i < m; ++i)
-      terms.template apply<by_keys>(s[i], first_query + warp_row + i * 16, first_key, [](int, int, float) {});
     const Mask mask = params.mask(sequence);
-    if (!mask.tile(first_query, first_key).sees_all(C.block_m, C.block_n))
-      tile::hide(s, mask.tile(first_query + warp_row, first_key));
+    const bool whole = mask.tile(first_query, first_key).sees_all(C.block_m, C.block_n);
+    const auto hide = [&] {
+      if (!whole) tile::hide(s, mask.tile(first_query + warp_row_again(), first_key));
+    };
 
     // s becomes p, rounded to 16 bits as the next product needs it.
-    softmax.template prepare<units == tile::Units::natural>(s, acc_o, scale_log2);
+    const auto exponentiate = [&](auto... factor_of) {
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+#pragma unroll
+        for (int i = 0; i < m; ++i) softmax.exponentiate(s[i][j], i, factor_of...);
+      }
+    };
+    bool capped = false;
+    if constexpr (terms.caps_in_exponent) {
+      const tile::CapInExponent cap(params);
+      float maximum[m][2];
+      hide();
+      softmax.maxima(s, maximum);
+      capped = cap.holds(maximum, softmax.reference);
+      if (capped) {
+#pragma unroll
+        for (int i = 0; i < m; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) maximum[i][half] *= cap.factor(maximum[i][half]);
+        }
+        softmax.follow(maximum, acc_o, 1.0f);
+        exponentiate([&](float x) { return cap.factor(x); });
+      }
+    }
+    if (!capped) {
+      terms.template apply<by_keys>(
+          s, first_query + warp_row, first_key,
+          [&](auto& scores, float scale) {
+            if constexpr (biased) terms.add_bias(scores, scale, shared.bias, warp_row_again());
+          },
+          [](int, int, float) {});
+      hide();
+      softmax.prepare(s, acc_o, scale_log2);
+      exponentiate();
+    }
+    if constexpr (has(C.terms, Terms::dropout)) terms.drop(s, shared.kept);
     tile::FragmentA p[n / 2][m];
-#pragma unroll
-    for (int j = 0; j < n; ++j) {
-#pragma unroll
-      for (int i = 0; i < m; ++i) softmax.exponentiate(s[i][j], i);
-    }
-    if constexpr (has(C.terms, Terms::dropout)) {
-#pragma unroll
-      for (int i = 0; i < m; ++i) terms.drop(s[i], first_query + warp_row + i * 16, first_key);
-    }
 #pragma unroll
     for (int j = 0; j < n / 2; ++j) {
 #pragma unroll
@@ -224,7 +265,10 @@ __device__ void forward(const AttentionParams& params) {
     arrived();  // V(n), and every warp is done with K(n)
     if (block > first_block) load_k(block - 1);
 #pragma unroll
-    for (int j = 0; j < n / 2; ++j) tile::multiply_step<C.type>(acc_o, p[j], read_v, j * 16);
+    for (int j = 0; j < n / 2; ++j) {
+      choose_kept(block - 1, j * 2, 2);
+      tile::multiply_step<C.type>(acc_o, p[j], read_v, j * 16);
+    }
   }
   finish<C>(params, shared, softmax, acc_o);
 }

@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_tile(const SharedTile<rows, cols>& tile,
         const unsigned to = address + pieces.at(i, g);
         if constexpr (aligned) {
           ptx::copy_async(to, static_cast<const HalfBits*>(from.data) + source + g * Places::group * 8,
-                          valid > 0);
+                          valid > 0 ? 16 : 0);
         } else {
           ptx::store(to, gather<type>(from, source + g * Places::group * 8, valid));
         }

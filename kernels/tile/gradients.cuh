@@ -35,9 +35,13 @@ __device__ __forceinline__ void gradients(FragmentC (&s)[n], FragmentC (&dp)[n],
       dp[j][e] -= e % 2 == 0 ? of_rows.x : of_rows.y;
     }
   }
-  terms.template apply<Orientation::keys_by_queries>(s, query0, key0, [&](int j, int e, float x) {
-    if constexpr (!of_bias) dp[j][e] *= x;
-  });
+  using One = FragmentC[1][n];
+  terms.template apply<Orientation::keys_by_queries>(
+      reinterpret_cast<One&>(s), query0, key0,
+      [&](One& scores, float scale) { terms.add_bias_transposed(scores, scale, query0, key0); },
+      [&](int j, int e, float x) {
+        if constexpr (!of_bias) dp[j][e] *= x;
+      });
   if (!mask.sees_all(n * 8, 16)) hide_transposed(s, mask);
 #pragma unroll
   for (int j = 0; j < n; ++j) {

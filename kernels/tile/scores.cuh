@@ -82,11 +82,90 @@ enum class Units { raw, log2, natural };
                                                                     : Units::raw;
 }
 
+// The bias of a tile of queries by keys in shared memory, in its own width.
+template <bool wide, int rows, int cols>
+using BiasTile = SharedTile<rows, wide ? 2 * cols : cols>;
+template <bool wide>
+struct BiasNumber {
+  using Type = HalfBits;
+};
+template <>
+struct BiasNumber<true> {
+  using Type = float;
+};
+
+// Which keys of a warp's rows dropout keeps, one bit a key. Of the n blocks of 8 keys of a row a lane works
+// out every fourth, for the four lanes that share the row. Part by part, so that it can be done among other
+// work; in shared memory, for it is made long before it is used, and registers are scarce.
+template <int threads, int m, int n>
+struct Kept {
+  static_assert(n % 4 == 0 && n <= 16);
+  static constexpr int bytes = n / 4, parts = m * 2 * bytes;
+  unsigned word[m * 2][threads];
+};
+
+// What bias and dropout want of a block's shared memory.
+template <Terms terms, int rows, int cols, bool there = has(terms, Terms::bias)>
+struct BiasShared {
+  BiasTile<has(terms, Terms::wide_bias), rows, cols> bias;
+};
+template <Terms terms, int rows, int cols>
+struct BiasShared<terms, rows, cols, false> {};
+template <bool there, int threads, int m, int n>
+struct DropoutShared {
+  Kept<threads, m, n> kept;
+};
+template <int threads, int m, int n>
+struct DropoutShared<false, threads, m, n> {};
+
+// softcap * tanh(softmax_scale * s / softcap) for the exponential: s times a polynomial of s^2, in powers of
+// two.
+//
+// It is tanh to 2e-6 of itself while softmax_scale * s <= 0.32 softcap, and falls without bound below -0.32
+// softcap, where tanh does not. That does not show if the row has a score of 0 or more: then such a key's p
+// is off by less than 1e-8 of the largest, for softcap >= 30. -inf stays -inf.
+struct CapInExponent {
+  float inner, c0, c1, c2;
+  bool possible;
+
+  __device__ explicit CapInExponent(const AttentionParams& params)
+      : inner(params.scale / params.softcap),
+        c0(0.9999983f * params.scale_log2),
+        c1(-0.33303372f * params.scale_log2 * (inner * inner)),
+        c2(0.12541972f * params.scale_log2 * (inner * inner) * (inner * inner)),
+        // The coefficients are powers of inner.
+        possible(params.softcap >= 30.0f && inner > 1e-6f && inner < 1e3f) {}
+
+  [[nodiscard]] __device__ __forceinline__ float factor(float s) const {
+    const float x = s * s;
+    return fmaf(fmaf(c2, x, c1), x, c0);
+  }
+  // For the rows whose maxima of a block, and references so far, these are.
+  template <int m>
+  [[nodiscard]] __device__ __forceinline__ bool holds(const float (&maximum)[m][2],
+                                                      const float (&reference)[m][2]) const {
+    bool all = possible;
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float most = maximum[i][half];
+        all = all && most * inner <= 0.32f && fmaxf(most, reference[i][half]) >= 0.0f;
+      }
+    }
+    return __all_sync(~0u, all);
+  }
+};
+
 // The terms of one (batch, head) that a block works on.
 template <Half type, Terms kind>
 struct ScoreTerms {
   static constexpr Units units = units_of(kind);
   static constexpr float unit = units == Units::natural ? 1.0f : ptx::log2_e;
+  static constexpr bool wide_bias = has(kind, Terms::wide_bias);
+  // Nothing is added to what softcap makes, and it rises with q k^T.
+  static constexpr bool caps_in_exponent = has(kind, Terms::softcap) && !has(kind, Terms::alibi) &&
+                                           !has(kind, Terms::bias) && !has(kind, Terms::any_scale);
 
   const AttentionParams& params;
   int b, h;
@@ -103,24 +182,27 @@ struct ScoreTerms {
       add_alibi<orientation>(s, first_query, first_key, ptx::log2_e / params.scale_log2);
   }
 
-  // s, q k^T and what it began with, becomes the score. derivative(j, e, x) hears the derivative of softcap.
-  template <Orientation orientation, int n, class Derivative>
-  __device__ __forceinline__ void apply(FragmentC (&s)[n], int first_query, int first_key,
-                                        const Derivative& derivative) const {
+  // s, q k^T and what it began with, becomes the score. add_bias(s, scale): makes it scale * s + bias.
+  // derivative(j, e, x) hears the derivative of softcap; i is 0 where it matters.
+  template <Orientation orientation, int m, int n, class AddBias, class Derivative>
+  __device__ __forceinline__ void apply(FragmentC (&s)[m][n], int first_query, int first_key,
+                                        const AddBias& add_bias, const Derivative& derivative) const {
     if constexpr (has(kind, Terms::softcap)) {
-      cap(s, derivative);
-    } else if constexpr (units != Units::raw) {
-      const float scale = units == Units::natural ? params.scale : params.scale_log2;
 #pragma unroll
-      for (int j = 0; j < n; ++j) {
+      for (int i = 0; i < m; ++i) cap(s[i], derivative);
+    } else if constexpr (units == Units::log2) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[j][e] *= scale;
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[i][j][e] *= params.scale_log2;
+        }
       }
     }
+    if constexpr (has(kind, Terms::bias)) add_bias(s, has(kind, Terms::softcap) ? 1.0f : params.scale);
     if constexpr (has(kind, Terms::alibi) && units != Units::raw)
-      add_alibi<orientation>(reinterpret_cast<FragmentC(&)[1][n]>(s), first_query, first_key, unit);
-    if constexpr (has(kind, Terms::bias))
-      add_bias<orientation == Orientation::queries_by_keys>(s, first_query, first_key);
+      add_alibi<orientation>(s, first_query, first_key, unit);
   }
 
   // softcap * tanh(softmax_scale * s / softcap), in the score's units.
@@ -190,97 +272,135 @@ struct ScoreTerms {
     }
   }
 
-  // Asks for the bias of a tile of queries by keys, a row a thread, so that it is near when it is added.
-  template <int rows, int cols>
-  __device__ __forceinline__ void prefetch_bias(int first_query, int first_key) const {
-    const BiasArg& bias = params.bias;
-    const int query = first_query + static_cast<int>(threadIdx.x), width = bias.wide ? 4 : 2;
-    if (!bias.pairs || threadIdx.x >= rows || query >= seqlen_q) return;
-    const char* row =
-        static_cast<const char*>(bias.data) + (bias_begin(0, first_key) + query * bias.row) * width;
-    for (int byte = 0; byte < cols * width && first_key + byte / width < seqlen_k; byte += 128)
-      cute::prefetch(row + byte);
-  }
   [[nodiscard]] __device__ __forceinline__ long long bias_begin(int query, int key) const {
     const BiasArg& bias = params.bias;
     return b * bias.batch + h * bias.head + query * bias.row + key * bias.col;
   }
 
-  // The lane's pairs of two rows, `below` numbers apart.
-  template <class Pair, int n, class Number, class Widen>
-  static __device__ __forceinline__ void add_pairs(FragmentC (&s)[n], const Number* row, long long below,
-                                                   const Widen& widen) {
-    const Number* next_row = row + below;
+  // Starts copying the bias of a tile of queries by keys, as load_tile does. Numbers keep their width.
+  template <int threads, class Tile>
+  __device__ __forceinline__ void load_bias(Tile& tile, int first_query, int first_key) const {
+    const BiasArg& bias = params.bias;
+    const int rows = seqlen_q - first_query, cols = seqlen_k - first_key;
+    using Number = typename BiasNumber<wide_bias>::Type;
+    const auto* from = static_cast<const Number*>(bias.data) + bias_begin(first_query, first_key);
+    constexpr int size = sizeof(Number), row_step = threads / Tile::pieces;
+    static_assert(threads % Tile::pieces == 0 && row_step % 8 == 0 && Tile::rows % row_step == 0);
+    if (bias.aligned) {
+      const int row = ptx::thread_index() / Tile::pieces, piece = ptx::thread_index() % Tile::pieces;
+      const int bytes = max(0, min(16, cols * size - piece * 16));
+      const unsigned to = ptx::shared_address(tile.at(row, piece));
+      from += row * bias.row + piece * (16 / size);
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
-      const float2 x = widen(*reinterpret_cast<const Pair*>(row + j * 8));
-      const float2 y = widen(*reinterpret_cast<const Pair*>(next_row + j * 8));
-      s[j][0] += x.x;
-      s[j][1] += x.y;
-      s[j][2] += y.x;
-      s[j][3] += y.y;
+      for (int i = 0; i < Tile::rows; i += row_step) {
+        ptx::copy_async(to + i * Tile::row_bytes, from, i < rows - row ? bytes : 0);
+        from += row_step * bias.row;
+      }
+      return;
+    }
+    constexpr int width = Tile::row_bytes / size;
+#pragma unroll 1
+    for (int i = ptx::thread_index(); i < Tile::rows * width; i += threads) {
+      const int row = i / width, col = i % width, byte = col * size;
+      *reinterpret_cast<Number*>(tile.at(row, byte / 16) + byte % 16) =
+          row < rows && col < cols ? from[row * bias.row + col * bias.col] : Number(0);
     }
   }
 
-  template <bool by_keys, int n>
-  __device__ __forceinline__ void add_bias(FragmentC (&s)[n], int first_query, int first_key) const {
-    const BiasArg& bias = params.bias;
-    const int queries = seqlen_q - first_query, keys = seqlen_k - first_key;
-    if constexpr (by_keys) {
-      if (bias.pairs && queries >= 16 && keys >= n * 8) {
-        const Element corner = element(0, 0, 0);
-        const long long begin = bias_begin(first_query + corner.row, first_key + corner.col);
-        if (bias.wide) {
-          add_pairs<float2>(s, static_cast<const float*>(bias.data) + begin, bias.row * 8,
-                            [](float2 x) { return x; });
-        } else {
-          add_pairs<unsigned>(s, static_cast<const HalfBits*>(bias.data) + begin, bias.row * 8,
-                              [](unsigned x) {
-                                return float2{ptx::widen<type>(static_cast<unsigned short>(x)),
-                                              ptx::widen<type>(static_cast<unsigned short>(x >> 16))};
-                              });
+  // s becomes scale * s + bias, for the rows of the tile from `row` on.
+  template <int m, int n, class Tile>
+  __device__ __forceinline__ void add_bias(FragmentC (&s)[m][n], float scale, Tile& tile, int row) const {
+    if constexpr (wide_bias) {
+      const auto [at, col] = element(0, 0, 0);
+      const unsigned first = ptx::opaque(ptx::shared_address(tile.at(row + at, col / 4)) + col % 4 * 4);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            // Pieces are permuted among groups of 128 bytes.
+            const float2 pair =
+                ptx::load_pair((first ^ j * 32 % 128) + j / 4 * 128 + (i * 16 + half * 8) * tile.row_bytes);
+            s[i][j][half * 2] = fmaf(s[i][j][half * 2], scale, pair.x);
+            s[i][j][half * 2 + 1] = fmaf(s[i][j][half * 2 + 1], scale, pair.y);
+          }
         }
-        return;
+      }
+    } else {
+      const Lanes<Order::rows_first, n * 8> lanes;
+      const Matrices matrices(tile, lanes, row);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int j = 0; j < n / 2; ++j) {
+          FragmentA words;  // two tiles of C, in pairs
+          matrices.read_a(words, i * 16, j * 16);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            float* x = &s[i][2 * j + w / 2][w % 2 * 2];
+            const float2 pair = ptx::widen_pair<type>(words[w]);
+            x[0] = fmaf(x[0], scale, pair.x);
+            x[1] = fmaf(x[1], scale, pair.y);
+          }
+        }
       }
     }
+  }
+
+  // The same for a transposed tile, from where the bias lies.
+  template <int n>
+  __device__ __forceinline__ void add_bias_transposed(FragmentC (&s)[1][n], float scale, int first_query,
+                                                      int first_key) const {
+    const BiasArg& bias = params.bias;
+    const int queries = seqlen_q - first_query, keys = seqlen_k - first_key;
     const long long begin = bias_begin(first_query, first_key);
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const Element at = element(0, j, e);
-        const int query = by_keys ? at.row : at.col, key = by_keys ? at.col : at.row;
+        const auto [key, query] = element(0, j, e);
+        s[0][j][e] *= scale;
         if (query < queries && key < keys)
-          s[j][e] += load_number<type>(bias.data, begin + query * bias.row + key * bias.col, bias.wide);
+          s[0][j][e] += load_number<type>(bias.data, begin + query * bias.row + key * bias.col, bias.wide);
       }
     }
   }
 
-  // Sets what dropout drops to 0. n is the number of 8-key tiles.
-  template <int n>
-  __device__ __forceinline__ void drop(FragmentC (&p)[n], int first_query, int first_key) const {
-    static_assert(n % 4 == 0 && n <= 16);
-    const int lane = threadIdx.x % 32, quad = lane & ~3, t = lane % 4;
-    const auto head_index = static_cast<unsigned>(b) * params.num_heads_q + h;
-    const auto key_block = static_cast<unsigned>(first_key) / 8;
+  // Works out part `part` of which keys dropout keeps. first_query: of the warp.
+  template <int threads, int m, int n>
+  __device__ __forceinline__ void choose(Kept<threads, m, n>& kept, int part, int first_query,
+                                         int first_key) const {
+    const int thread = ptx::thread_index(), lane = thread % 32;
+    const int byte = part % kept.bytes, row = part / kept.bytes;
+    const unsigned head_index = ptx::opaque(static_cast<unsigned>(b) * params.num_heads_q + h);
+    const auto query = static_cast<unsigned>(first_query + lane / 4 + row * 8);
+    const auto key_block = static_cast<unsigned>(first_key) / 8 + byte * 4 + lane % 4;
+    const unsigned mask = params.dropout.keep_mask(head_index, query, key_block);
+    ptx::store_byte(ptx::shared_address(&kept.word[row][thread]) + byte, mask);
+  }
+  // Sets what is dropped to 0. A barrier lies between this and choose.
+  template <int threads, int m, int n>
+  static __device__ __forceinline__ void drop(FragmentC (&p)[m][n], const Kept<threads, m, n>& kept) {
+    const int thread = ptx::thread_index(), t = thread % 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto query = static_cast<unsigned>(first_query + lane / 4 + half * 8);
-      // Of the n blocks of 8 keys of this row, the lane computes every fourth; the quad shares them.
-      unsigned mine = 0;
+    for (int i = 0; i < m; ++i) {
 #pragma unroll
-      for (int q = 0; q < n / 4; ++q) {
-        mine |= params.dropout.keep_mask(head_index, query, key_block + q * 4 + t) << (8 * q);
-        mine = ptx::opaque(mine);
-      }
+      for (int half = 0; half < 2; ++half) {
+        const uint4 words = *reinterpret_cast<const uint4*>(&kept.word[i * 2 + half][thread - t]);
 #pragma unroll
-      for (int source = 0; source < 4; ++source) {
-        const unsigned kept = __shfl_sync(~0u, mine, quad + source) >> (2 * t);
+        for (int source = 0; source < 4; ++source) {
+          const unsigned word = source == 0   ? words.x
+                                : source == 1 ? words.y
+                                : source == 2 ? words.z
+                                              : words.w;
+          const unsigned bits = word >> (2 * t);
 #pragma unroll
-        for (int q = 0; q < n / 4; ++q) {
+          for (int q = 0; q < kept.bytes; ++q) {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            if ((kept >> (8 * q + c) & 1) == 0) p[q * 4 + source][half * 2 + c] = 0.0f;
+            for (int c = 0; c < 2; ++c) {
+              if ((bits >> (8 * q + c) & 1) == 0) p[i][q * 4 + source][half * 2 + c] = 0.0f;
+            }
           }
         }
       }

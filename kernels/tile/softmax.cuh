@@ -23,12 +23,9 @@ struct Softmax {
     }
   }
 
-  // Before a block's exponentials: moves the references, and acc_o and row_sum with them. What a row's
-  // exponentials need then lies in factor and offset: p = 2^(factor * s - offset).
-  template <bool exact, int n, int nv>
-  __device__ __forceinline__ void prepare(FragmentC (&s)[m][n], FragmentC (&acc_o)[m][nv], float scale) {
-    float shrink[m][2];
-    bool moved = false;
+  // The largest score of each row.
+  template <int n>
+  static __device__ __forceinline__ void maxima(const FragmentC (&s)[m][n], float (&maximum)[m][2]) {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
 #pragma unroll
@@ -42,8 +39,24 @@ struct Softmax {
         }
         float most = fmaxf(fmaxf(parts[0], parts[1]), n > 2 ? fmaxf(parts[2], parts[3]) : -ptx::infinity);
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float before = reference[i][half];
+        maximum[i][half] = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      }
+    }
+  }
+
+  // Moves the references to the maxima of a block where they call for it, and acc_o and row_sum with them.
+  // What a row's exponentials need then lies in factor and offset: p = 2^(factor * s - offset).
+  template <int nv>
+  __device__ __forceinline__ void follow(const float (&maximum)[m][2], FragmentC (&acc_o)[m][nv],
+                                         float scale) {
+    float shrink[m][2];
+    bool moved = false;
+    factor = scale;
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float before = reference[i][half], most = maximum[i][half];
         shrink[i][half] = 1.0f;
         if ((most - before) * scale > slack) {  // from -inf to anything, too
           // A row that has seen nothing has no sum: any factor will do, but not NaN.
@@ -51,6 +64,8 @@ struct Softmax {
           reference[i][half] = most;
           moved = true;
         }
+        // Hidden keys only, so far: -inf - 0, not -inf + inf.
+        offset[i][half] = reference[i][half] == -ptx::infinity ? 0.0f : reference[i][half] * scale;
       }
     }
     if (__any_sync(~0u, moved)) {
@@ -67,20 +82,23 @@ struct Softmax {
         }
       }
     }
+  }
+
+  // Before a block's exponentials.
+  template <int n, int nv>
+  __device__ __forceinline__ void prepare(FragmentC (&s)[m][n], FragmentC (&acc_o)[m][nv], float scale) {
+    float maximum[m][2];
+    maxima(s, maximum);
+    follow(maximum, acc_o, scale);
     // One multiply-add an element, unless the scores are so large that the rounding of reference * scale
     // would show: then the difference first, which is exact.
-    bool large = exact;
-    factor = scale;
+    bool large = false;
 #pragma unroll
     for (int i = 0; i < m; ++i) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // Hidden keys only, so far: -inf - 0, not -inf + inf.
-        offset[i][half] = reference[i][half] == -ptx::infinity ? 0.0f : reference[i][half] * scale;
-        large |= fabsf(offset[i][half]) > static_cast<float>(1 << 20);
-      }
+      for (int half = 0; half < 2; ++half) large |= fabsf(offset[i][half]) > static_cast<float>(1 << 20);
     }
-    if (exact || __any_sync(~0u, large)) {
+    if (__any_sync(~0u, large)) {
       factor = 1.0f;
 #pragma unroll
       for (int i = 0; i < m; ++i) {
@@ -98,12 +116,16 @@ struct Softmax {
     }
   }
 
-  // One tile of s becomes p, and joins row_sum.
-  __device__ __forceinline__ void exponentiate(FragmentC& s, int i) {
+  // One tile of s becomes p, and joins row_sum. factor_of(x): what a score x is multiplied by.
+  template <class FactorOf>
+  __device__ __forceinline__ void exponentiate(FragmentC& s, int i, const FactorOf& factor_of) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[e] = ptx::exp2(fmaf(s[e], factor, -offset[i][e / 2]));
+    for (int e = 0; e < 4; ++e) s[e] = ptx::exp2(fmaf(s[e], factor_of(s[e]), -offset[i][e / 2]));
     row_sum[i][0] += s[0] + s[1];
     row_sum[i][1] += s[2] + s[3];
+  }
+  __device__ __forceinline__ void exponentiate(FragmentC& s, int i) {
+    exponentiate(s, i, [this](float) { return factor; });
   }
 
   // acc_o becomes o. unit is one unit of s in natural units, as lse and sink are.

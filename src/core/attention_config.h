@@ -9,12 +9,25 @@ namespace tessera {
 enum class Half : unsigned char { float16, bfloat16 };
 
 // What a score has beside softmax_scale and the mask. any_scale: a softmax_scale that is not above 0.
-enum class Terms : unsigned char { plain = 0, softcap = 1, alibi = 2, bias = 4, dropout = 8, any_scale = 16 };
+// wide_bias, beside bias: it is float32. Forward alone is compiled for that.
+enum class Terms : unsigned char {
+  plain = 0,
+  softcap = 1,
+  alibi = 2,
+  bias = 4,
+  dropout = 8,
+  any_scale = 16,
+  wide_bias = 32
+};
 [[nodiscard]] constexpr Terms operator|(Terms a, Terms b) {
   return static_cast<Terms>(static_cast<int>(a) | static_cast<int>(b));
 }
 [[nodiscard]] constexpr bool has(Terms terms, Terms one) {
   return (static_cast<int>(terms) & static_cast<int>(one)) != 0;
+}
+
+[[nodiscard]] constexpr Terms without(Terms terms, Terms one) {
+  return static_cast<Terms>(static_cast<int>(terms) & ~static_cast<int>(one));
 }
 
 struct ForwardConfig {

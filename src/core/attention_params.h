@@ -21,7 +21,7 @@ struct BiasArg {
   long long batch, head, row, col;
   long long extent[4];
   bool wide;
-  bool pairs;  // keys are neighbours, and two of them, the first one even, lie at a multiple of their size
+  bool aligned;  // keys are neighbours, and every row starts at a multiple of 16 bytes
 };
 
 // One sequence of the batch, as core/problem.h has it. Rows of a tensor, and so all of these, are below 2^31.

@@ -21,10 +21,9 @@ struct Philox {
 
   [[nodiscard]] static TESSERA_HD constexpr Block generate(Block counter, unsigned key0, unsigned key1) {
     for (int r = 0; r < rounds; ++r) {
-      const unsigned long long p0 = static_cast<unsigned long long>(mul0) * counter.word[0];
-      const unsigned long long p1 = static_cast<unsigned long long>(mul1) * counter.word[2];
-      counter = {{static_cast<unsigned>(p1 >> 32) ^ counter.word[1] ^ key0, static_cast<unsigned>(p1),
-                  static_cast<unsigned>(p0 >> 32) ^ counter.word[3] ^ key1, static_cast<unsigned>(p0)}};
+      const unsigned a = counter.word[0], b = counter.word[2];
+      counter = {{multiply_high(mul1, b) ^ counter.word[1] ^ key0, mul1 * b,
+                  multiply_high(mul0, a) ^ counter.word[3] ^ key1, mul0 * a}};
       key0 += weyl0;
       key1 += weyl1;
     }
@@ -67,9 +66,9 @@ struct Dropout {
         Philox::generate(counter(head_index, query, key_block), static_cast<unsigned>(seed),
                          static_cast<unsigned>(seed >> 32));
     unsigned mask = 0;
-    for (int i = 0; i < Philox::keys_per_block; ++i) {
+    for (int i = Philox::keys_per_block - 1; i >= 0; --i) {
       const unsigned bits = block.word[i / 2] >> (16 * (i % 2)) & 0xFFFFu;
-      mask |= static_cast<unsigned>(bits < threshold) << i;
+      mask = mask << 1 | (bits - threshold) >> 31;  // whether the difference is below 0
     }
     return mask;
   }

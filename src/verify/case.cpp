@@ -233,6 +233,23 @@ std::vector<NamedCase> fixed_cases() {
       "magnitude_lowest_float16: seqlen_q=60 seqlen_k=60 bias=b1qk bias_fill=lowest dbias=1 dtype=float16 "
       "bias_dtype=float16 causal=1",
 
+      "softcap_low: seqlen_q=150 seqlen_k=200 num_heads_q=2 magnitude=3 softcap=50 dtype=bfloat16 causal=1 "
+      "head_dim=128 head_dim_v=128",
+      "softcap_sometimes_high: seqlen_q=150 seqlen_k=200 num_heads_q=2 magnitude=6 softcap=50 dtype=float16 "
+      "window_left=90",
+      "softcap_large: seqlen_q=70 seqlen_k=90 softcap=1000000 dtype=float16",
+      "softcap_dropout: seqlen_q=100 seqlen_k=130 magnitude=3 softcap=30 dropout_p=0.2 dtype=bfloat16 "
+      "head_dim=128 head_dim_v=128",
+
+      "bias_tiles_bfloat16: batch=2 num_heads_q=2 seqlen_q=150 seqlen_k=200 head_dim=128 head_dim_v=128 "
+      "bias=bhqk bias_dtype=bfloat16 dbias=1 dtype=bfloat16 causal=1",
+      "bias_tiles_float32: seqlen_q=150 seqlen_k=204 head_dim=128 head_dim_v=128 bias=bhqk dbias=1 "
+      "dtype=bfloat16",
+      "bias_tiles_odd: seqlen_q=150 seqlen_k=203 bias=bhqk bias_dtype=float16 dtype=float16 causal=1",
+      "bias_tiles_dropout: seqlen_q=150 seqlen_k=200 head_dim=128 head_dim_v=128 bias=bhqk "
+      "bias_dtype=bfloat16 dtype=bfloat16 dropout_p=0.3 alibi=1",
+      "bias_of_keys: batch=2 seqlen_q=150 seqlen_k=200 bias=b11k bias_dtype=bfloat16 dbias=1 dtype=bfloat16",
+
       "poison_seqused: batch=4 seqlen_q=50 seqlen_k=70 seqused_q=1 seqused_k=1 num_heads_q=4 num_heads_k=2",
       "poison_tail: packed=1 batch=4 seqlen_q=50 seqlen_k=70 tail=17 seqused_q=1 seqused_k=1 dlse=1",
       "poison_bias: batch=3 seqlen_q=30 seqlen_k=40 seqused_q=1 seqused_k=1 bias=bhqk dbias=1 causal=1",

@@ -37,6 +37,8 @@ TEST_P(BugClass, ValueDims) {
   expect_right_all("value_");
 }
 TEST_P(BugClass, Magnitude) { expect_right_all("magnitude_"); }
+TEST_P(BugClass, Softcap) { expect_right_all("softcap_"); }
+TEST_P(BugClass, Bias) { expect_right_all("bias_"); }
 TEST_P(BugClass, Poison) { expect_right_all("poison_"); }
 TEST_P(BugClass, Strides) { expect_right_all("strides_"); }
 TEST_P(BugClass, Windows) { expect_right_all("window_"); }
@@ -49,7 +51,7 @@ TEST(BugClasses, EveryFixedCaseHasATest) {
     bool known = false;
     for (const char* prefix :
          {"empty_", "tiny", "tall_", "wide_", "one_", "length_", "head_dim_", "qkv_192_128", "value_",
-          "magnitude_", "poison_", "strides_", "window_", "dropout_", "everything"}) {
+          "magnitude_", "softcap_", "bias_", "poison_", "strides_", "window_", "dropout_", "everything"}) {
       known = known || name.starts_with(prefix);
     }
     EXPECT_TRUE(known) << name;

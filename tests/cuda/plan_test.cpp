@@ -21,7 +21,8 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
   for (const DeviceLimits& limits : {ampere, ada, hopper}) {
     for (int head_dim = 1; head_dim <= 256; ++head_dim) {
       for (const int head_dim_v : {1, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256}) {
-        for (const Terms terms : {Terms::plain, Terms::alibi, every_term}) {
+        for (const Terms terms : {Terms::plain, Terms::alibi, Terms::bias, Terms::bias | Terms::wide_bias,
+                                  every_term, every_term | Terms::wide_bias}) {
           SCOPED_TRACE(std::to_string(limits.arch) + ": " + std::to_string(head_dim) + " x " +
                        std::to_string(head_dim_v));
           const ForwardConfig f = forward_config(limits, Half::float16, head_dim, head_dim_v, terms, true);
@@ -53,7 +54,7 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
 // The name is the key of the caches: whatever changes the program changes it.
 TEST(Plan, NamesTellConfigsApart) {
   const ForwardConfig f = forward_config(hopper, Half::bfloat16, 128, 128, Terms::plain, true);
-  std::vector<ForwardConfig> forwards(10, f);
+  std::vector<ForwardConfig> forwards(11, f);
   forwards[1].type = Half::float16;
   forwards[2].head_dim = 64;
   forwards[3].head_dim_v = 64;
@@ -63,6 +64,7 @@ TEST(Plan, NamesTellConfigsApart) {
   forwards[7].q_in_registers = !f.q_in_registers;
   forwards[8].aligned = false;
   forwards[9].terms = every_term;
+  forwards[10].terms = every_term | Terms::wide_bias;
   std::set<std::string> names;
   for (const ForwardConfig& config : forwards) names.insert(kernel_name(config));
   EXPECT_EQ(names.size(), forwards.size());

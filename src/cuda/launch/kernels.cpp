@@ -26,12 +26,10 @@ RowsArg rows_arg(const View& view) {
   return {view.data, view.batch, view.seq, view.head, view.dtype == DType::float32, rows_aligned(view)};
 }
 BiasArg bias_arg(const BiasView& view) {
-  const auto even = [](std::int64_t stride) { return stride % 2 == 0; };
-  const bool pairs =
-      view.col == 1 && even(view.batch) && even(view.head) && even(view.row) &&
-      reinterpret_cast<std::uintptr_t>(view.data) % static_cast<std::uintptr_t>(2 * size_of(view.dtype)) == 0;
+  const bool aligned =
+      view.col == 1 && rows_aligned({view.data, view.dtype, view.batch, view.row, view.head});
   BiasArg arg{view.given() ? view.data : nullptr, view.batch, view.head, view.row, view.col, {},
-              view.dtype == DType::float32,       pairs};
+              view.dtype == DType::float32,       aligned};
   for (int d = 0; d < 4; ++d) arg.extent[d] = view.extent[d];
   return arg;
 }

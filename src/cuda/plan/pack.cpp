@@ -34,8 +34,11 @@ std::vector<PackEntry> pack_list(std::string_view arch) {
     }
     list.push_back(entry(forward_config(limits, type, 192, 128, Terms::plain, true)));
     list.push_back(entry(backward_config(limits, type, 192, 128, Terms::plain, true)));
-    for (const int head_dim : {64, 128})
+    for (const int head_dim : {64, 128}) {
+      list.push_back(
+          entry(forward_config(limits, type, head_dim, head_dim, Terms::bias | Terms::wide_bias, true)));
       list.push_back(entry(dbias_config(limits, type, head_dim, head_dim, Terms::bias, true)));
+    }
   }
   return list;
 }

@@ -25,9 +25,10 @@ std::string format(const char* pattern, Args... args) {
 }
 
 const char* type_name(Half type) { return type == Half::bfloat16 ? "bf16" : "f16"; }
-constexpr std::array<std::pair<Terms, const char*>, 5> term_names = {{{Terms::softcap, "softcap"},
+constexpr std::array<std::pair<Terms, const char*>, 6> term_names = {{{Terms::softcap, "softcap"},
                                                                       {Terms::alibi, "alibi"},
                                                                       {Terms::bias, "bias"},
+                                                                      {Terms::wide_bias, "f32"},
                                                                       {Terms::dropout, "dropout"},
                                                                       {Terms::any_scale, "any_scale"}}};
 std::string terms_name(Terms terms) {
@@ -109,6 +110,7 @@ Terms terms_of(const Problem& problem) {
   if (problem.softcap != 0) terms = terms | Terms::softcap;
   if (problem.alibi_slopes != nullptr) terms = terms | Terms::alibi;
   if (problem.bias.given()) terms = terms | Terms::bias;
+  if (problem.bias.given() && problem.bias.dtype == DType::float32) terms = terms | Terms::wide_bias;
   if (problem.dropout.active()) terms = terms | Terms::dropout;
   return terms;
 }
@@ -173,8 +175,11 @@ int threads_of(const DbiasConfig& c) { return c.threads(); }
 int threads_of(const SmallConfig& c) { return c.kernel == Small::convert_dq ? dq_warps * 32 : small_threads; }
 
 int shared_of(const ForwardConfig& c) {
+  const int bias_size = has(c.terms, Terms::wide_bias) ? 4 : 2;
+  const int bias = has(c.terms, Terms::bias) ? c.block_m * c.block_n * bias_size : 0;
+  const int kept = has(c.terms, Terms::dropout) ? c.block_m / 16 * 2 * 32 * 4 : 0;
   const int loop = (c.block_m * c.head_dim + c.block_n * (c.head_dim + c.head_dim_v)) * 2;
-  return std::max(loop, c.block_m * c.head_dim_v * 2);
+  return bias + kept + std::max(loop, c.block_m * c.head_dim_v * 2);
 }
 int shared_of(const BackwardConfig& c) {
   const int keys = c.block_n * (c.head_dim + c.head_dim_v), queries = c.block_m * (c.head_dim + c.head_dim_v);
@@ -191,12 +196,13 @@ int shared_of(const SmallConfig&) { return 0; }
 ForwardConfig forward_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
                              bool aligned) {
   const TileTable& table = table_for(limits);
-  const ForwardTiles tiles =
-      row_for(is_light(limits, terms) ? table.forward : table.forward_terms, std::max(head_dim, head_dim_v));
-  // Bias is in registers before it is added: fewer keys at a time.
-  const int block_n =
-      has(terms, Terms::bias) && head_dim > 64 ? std::max(32, tiles.block_n / 2) : tiles.block_n;
-  return {type,        tile_width(head_dim), tile_width(head_dim_v), tiles.block_m, block_n,
+  const bool only_bias = without(terms, Terms::wide_bias) == Terms::bias && aligned;
+  const auto& rows = only_bias                 ? table.forward_bias
+                     : has(terms, Terms::bias) ? table.forward_both
+                     : is_light(limits, terms) ? table.forward
+                                               : table.forward_terms;
+  const ForwardTiles tiles = row_for(rows, std::max(head_dim, head_dim_v));
+  return {type,        tile_width(head_dim), tile_width(head_dim_v), tiles.block_m, tiles.block_n,
           tiles.warps, tiles.per_sm,         tiles.q_in_registers,   aligned,       terms};
 }
 BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
@@ -231,11 +237,13 @@ ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem)
 }
 BackwardConfig backward_config(const DeviceLimits& limits, const Problem& problem) {
   return backward_config(limits, half_of(problem), static_cast<int>(problem.head_dim),
-                         static_cast<int>(problem.head_dim_v), terms_of(problem), inputs_aligned(problem));
+                         static_cast<int>(problem.head_dim_v), without(terms_of(problem), Terms::wide_bias),
+                         inputs_aligned(problem));
 }
 DbiasConfig dbias_config(const DeviceLimits& limits, const Problem& problem) {
   return dbias_config(limits, half_of(problem), static_cast<int>(problem.head_dim),
-                      static_cast<int>(problem.head_dim_v), terms_of(problem), inputs_aligned(problem));
+                      static_cast<int>(problem.head_dim_v), without(terms_of(problem), Terms::wide_bias),
+                      inputs_aligned(problem));
 }
 
 bool rows_aligned(const View& view) {

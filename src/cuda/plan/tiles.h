@@ -20,9 +20,10 @@ struct BackwardTiles {
   bool kv_in_registers;
 };
 
-// _terms: where the score has softcap, ALiBi, bias or dropout, which want registers.
+// _terms: where the score has softcap, ALiBi or dropout, which want registers. _bias: a bias, which wants
+// shared memory, too; _both: a bias and others of them.
 struct TileTable {
-  std::array<ForwardTiles, 5> forward, forward_terms;
+  std::array<ForwardTiles, 5> forward, forward_terms, forward_bias, forward_both;
   std::array<BackwardTiles, 5> backward, backward_terms;
 };
 
@@ -38,6 +39,16 @@ inline constexpr TileTable sm90_tiles = {
     {{ { 64,      128,      64,     4,     2,      true},
        { 96,      128,      64,     4,     2,      false},
        {128,      128,      64,     4,     2,      false},
+       {192,       64,      64,     4,     2,      false},
+       {256,       64,      64,     4,     2,      false}}},
+    {{ { 64,      128,      64,     4,     2,      true},
+       { 96,      128,      64,     4,     2,      false},
+       {128,      128,      64,     4,     2,      false},
+       {192,       64,      64,     4,     2,      false},
+       {256,       64,      64,     4,     2,      false}}},
+    {{ { 64,      128,      64,     4,     2,      false},
+       { 96,       64,      64,     4,     3,      false},
+       {128,       64,      64,     4,     3,      false},
        {192,       64,      64,     4,     2,      false},
        {256,       64,      64,     4,     2,      false}}},
     //  head_dim  block_m  block_n  split  stages  dq_warps_m  per_sm  kv_in_registers
@@ -64,6 +75,16 @@ inline constexpr TileTable small_tiles = {
        {128,       64,      32,     4,     2,      false},
        {192,       64,      32,     4,     1,      false},
        {256,       64,      32,     4,     1,      false}}},
+    {{ { 64,       64,      64,     4,     2,      false},
+       { 96,       64,      32,     4,     2,      false},
+       {128,       64,      32,     4,     2,      false},
+       {192,       64,      32,     4,     1,      false},
+       {256,       64,      32,     4,     1,      false}}},
+    {{ { 64,       64,      64,     4,     2,      false},
+       { 96,       64,      32,     4,     2,      false},
+       {128,       64,      32,     4,     2,      false},
+       {192,       64,      32,     4,     1,      false},
+       {256,       64,      32,     4,     1,      false}}},
     {{ { 64,       64,      64,     1,     1,      2,          2,      false},
        { 96,       64,      64,     1,     1,      2,          1,      false},
        {128,       32,      64,     1,     2,      2,          1,      false},
@@ -82,6 +103,7 @@ inline constexpr TileTable sm80_tiles = [] {
   TileTable table = sm90_tiles;
   table.forward[0] = table.forward_terms[0];
   table.forward_terms[1].block_n = table.forward_terms[2].block_n = 32;
+  table.forward_bias = table.forward_both;
   return table;
 }();
 
