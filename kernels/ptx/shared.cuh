@@ -34,6 +34,12 @@ __device__ __forceinline__ void store_byte(unsigned address, unsigned x) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
   return x;
 }
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void store_matrices(unsigned address, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3]));
+}
+#endif
 // 16 bytes; of them the first `valid` are read, the others become 0.
 __device__ __forceinline__ void copy_async(unsigned address, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),

@@ -82,6 +82,8 @@ __device__ void backward(const AttentionParams& params) {
   constexpr int dkv_rows = C.block_n / (warps / C.dkv_split()), mk = dkv_rows / 16;
   constexpr int dk_cols = C.head_dim / C.dkv_split(), dv_cols = C.head_dim_v / C.dkv_split();
   constexpr int dq_rows = C.block_m / C.dq_warps_m, dq_cols = C.head_dim / (warps / C.dq_warps_m);
+  // Half of dq's columns at a time: the first half is added while the second is computed.
+  constexpr int dq_part_cols = C.head_dim >= 128 && dq_cols % 32 == 0 ? dq_cols / 2 : dq_cols;
   static_assert(C.block_n % 16 == 0 && queries_of_warp % 16 == 0 && dq_rows % 16 == 0 && dq_cols % 16 == 0);
   static_assert(C.stages <= 2 && dk_cols % 16 == 0 && dv_cols % 16 == 0 && dkv_rows % 16 == 0 &&
                 C.block_m <= threads);
@@ -222,26 +224,23 @@ __device__ void backward(const AttentionParams& params) {
       tile::multiply_transposed<C.type, C.head_dim_v>(dp, operand_v, read_dout_rows, nothing);
       tile::gradients<C.type, C.terms>(s, dp, lse, delta, terms, mask, query0, key0);
     }
-    // Two tiles of ds, and of p where other warps need it, to shared memory. One address, not one a tile.
+    // Two tiles of ds, and of p where other warps need it, to shared memory.
     static_assert((n & (n - 1)) == 0);
-    const unsigned lane_place =
-        ptx::shared_address(shared.ds[0].at(key_row + lane / 4, first_part / 8)) + lane % 4 * 4;
-    const unsigned place = C.split == 1 ? ptx::opaque(lane_place) : lane_place;
-    const auto pass_on = [&](int i) {
-#pragma unroll
-      for (int j = 2 * i; j < 2 * i + 2; ++j) {
-        if constexpr (plain) tile::plain_ds(dp[j], s[j], delta, j);
-        const unsigned to = place ^ j << 4;
-        constexpr int below = 8 * tile::SharedTile<C.block_n, C.block_m>::row_bytes;
-        ptx::store(to, ptx::pack<C.type>(dp[j][0], dp[j][1]));
-        ptx::store(to + below, ptx::pack<C.type>(dp[j][2], dp[j][3]));
-        if constexpr (C.split > 1) {
-          constexpr int further = sizeof(shared.ds[0]);
-          ptx::store(to + further, ptx::pack<C.type>(s[j][0], s[j][1]));
-          ptx::store(to + further + below, ptx::pack<C.type>(s[j][2], s[j][3]));
-        }
+    const tile::OperandPlace place(shared.ds[0], key_row, first_part);
+    const auto pass_on = [&](int i, tile::FragmentA& ds) {
+      if constexpr (plain) {
+        tile::plain_ds(dp[2 * i], s[2 * i], delta, 2 * i);
+        tile::plain_ds(dp[2 * i + 1], s[2 * i + 1], delta, 2 * i + 1);
+      }
+      tile::as_operand<C.type>(ds, dp, i);
+      place.store(ds, i);
+      if constexpr (C.split > 1) {
+        tile::FragmentA p;
+        tile::as_operand<C.type>(p, s, i);
+        place.store(p, i, sizeof(shared.ds[0]));
       }
     };
+    tile::FragmentA ds[n / 2][1];
 #pragma unroll
     for (int i = 0; i < n / 2; ++i) {
       if constexpr (C.split == 1) {
@@ -249,15 +248,11 @@ __device__ void backward(const AttentionParams& params) {
         tile::as_operand<C.type>(p[0], s, i);
         tile::multiply_step<C.type>(dv, p, read_dout, i * 16);
       }
-      pass_on(i);
+      pass_on(i, ds[i][0]);
     }
     if constexpr (C.split == 1) {
 #pragma unroll
-      for (int i = 0; i < n / 2; ++i) {
-        tile::FragmentA ds[1];
-        tile::as_operand<C.type>(ds[0], dp, i);
-        tile::multiply_step<C.type>(dk, ds, read_q, i * 16);
-      }
+      for (int i = 0; i < n / 2; ++i) tile::multiply_step<C.type>(dk, ds[i], read_q, i * 16);
     }
     __syncthreads();  // ds is complete
     if constexpr (C.split > 1) {
@@ -284,41 +279,54 @@ __device__ void backward(const AttentionParams& params) {
     if (more) keep_row_numbers();
 
     // dq of this block of queries: rows and columns shared by all warps.
-    tile::FragmentC dq[dq_rows / 16][dq_cols / 8];
-    tile::clear(dq);
     const int dq_row = warp / (warps / C.dq_warps_m) * dq_rows,
               dq_col = warp % (warps / C.dq_warps_m) * dq_cols;
     const tile::Lanes<tile::Order::cols_first, C.block_m> lanes_m;
     const auto read_ds = tile::Matrices(shared.ds[0], lanes_m).template from_col<dq_rows>(dq_row);
     const auto read_k_cols = tile::Matrices(shared.k, lanes).template from_col<dq_cols>(dq_col);
-#pragma unroll
-    for (int key = 0; key < C.block_n; key += 16) {
-      tile::FragmentA ds[dq_rows / 16];
-#pragma unroll
-      for (int i = 0; i < dq_rows / 16; ++i) read_ds.read_a_transposed(ds[i], key, i * 16);
-      tile::multiply_step<C.type>(dq, ds, read_k_cols, key);
-    }
+    tile::FragmentA ds_rows[C.block_n / 16][dq_rows / 16];
     int* turn = nullptr;
-    if (params.turn != nullptr) {
-      const long long all = count_tiles(params.batch, params.rows_q, params.packed(), C.block_m);
-      turn = params.turn + h * all + first_tile(params.cu_seqlens_q, b, params.rows_q, C.block_m) + m_block;
-      const Range seen =
-          params.mask(sequence).keys_of_any({first_query, min(first_query + C.block_m, sequence.seqlen_q)});
-      const int mine = n_block - static_cast<int>(seen.begin / C.block_n);
-      if (threadIdx.x == 0) {
-        while (ptx::load_acquire(turn) != mine) {
-        }
+#pragma unroll
+    for (int col = 0; col < dq_cols; col += dq_part_cols) {
+      tile::FragmentC dq[dq_rows / 16][dq_part_cols / 8];
+      tile::clear(dq);
+#pragma unroll
+      for (int key = 0; key < C.block_n / 16; ++key) {
+#pragma unroll
+        for (int i = 0; i < dq_rows / 16 && col == 0; ++i)
+          read_ds.read_a_transposed(ds_rows[key][i], key * 16, i * 16);
+        tile::multiply_step<C.type>(dq, ds_rows[key], read_k_cols, key * 16, col);
       }
-      __syncthreads();
-    }
+      if (col == 0 && params.turn != nullptr) {
+        const long long all = count_tiles(params.batch, params.rows_q, params.packed(), C.block_m);
+        turn = params.turn + h * all + first_tile(params.cu_seqlens_q, b, params.rows_q, C.block_m) + m_block;
+        const Range seen =
+            params.mask(sequence).keys_of_any({first_query, min(first_query + C.block_m, sequence.seqlen_q)});
+        const int mine = n_block - static_cast<int>(seen.begin / C.block_n);
+        if (threadIdx.x == 0) {
+          while (ptx::load_acquire(turn) != mine) {
+          }
+        }
+        __syncthreads();
+      }
+      float* first = tile::DqTiles::row_of_tiles(params, b, h, (first_query + dq_row) / 16) +
+                     (dq_col + col) / 8 * tile::DqTiles::size;
+      const int cols_there = params.head_dim - dq_col - col;
 #pragma unroll
-    for (int i = 0; i < dq_rows / 16; ++i) {
-      const int row = first_query + dq_row + i * 16;
-      if (row >= sequence.seqlen_q) continue;
-      float* target = tile::DqTiles::row_of_tiles(params, b, h, row / 16) + dq_col / 8 * tile::DqTiles::size;
+      for (int i = 0; i < dq_rows / 16; ++i) {
+        if (first_query + dq_row + i * 16 >= sequence.seqlen_q) continue;
+        float* row = first + i * tile::DqTiles::row_size(params);
+        const auto add = [&](bool whole) {
 #pragma unroll
-      for (int j = 0; j < dq_cols / 8; ++j) {
-        if (dq_col + j * 8 < params.head_dim) tile::DqTiles::add(target + j * tile::DqTiles::size, dq[i][j]);
+          for (int j = 0; j < dq_part_cols / 8; ++j) {
+            if (whole || j * 8 < cols_there) tile::DqTiles::add(row + j * tile::DqTiles::size, dq[i][j]);
+          }
+        };
+        if (cols_there >= dq_part_cols) {
+          add(true);
+        } else {
+          add(false);
+        }
       }
     }
     if (turn != nullptr) {

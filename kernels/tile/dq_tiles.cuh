@@ -15,7 +15,10 @@ struct DqTiles {
   [[nodiscard]] static __device__ float* row_of_tiles(const AttentionParams& params, int b, int h, int i) {
     const auto all = static_cast<int>(count_tiles(params.batch, params.rows_q, params.packed(), rows));
     const long long tile = 1LL * h * all + first_tile(params.cu_seqlens_q, b, params.rows_q, rows) + i;
-    return params.dq_acc + tile * tiles_of(params.head_dim, cols) * size;
+    return params.dq_acc + tile * row_size(params);
+  }
+  [[nodiscard]] static __device__ int row_size(const AttentionParams& params) {
+    return tiles_of(params.head_dim, cols) * size;
   }
   // Element e of a lane, behind the tile's begin. Four floats a lane where one instruction adds four of them.
   [[nodiscard]] static __device__ constexpr int place(int lane, int e) {

@@ -158,14 +158,44 @@ struct Matrices {
   }
 };
 
+// Where a warp stores A operands of 16 rows, from (row, col) of a tile on. Their number is a power of two,
+// and col a multiple of its columns.
+struct OperandPlace {
+  unsigned first;
+  int below;  // 8 rows
+
+  template <int rows, int cols>
+  __device__ OperandPlace(SharedTile<rows, cols>& tile, int row, int col)
+      : below(8 * SharedTile<rows, cols>::row_bytes) {
+    const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    first = ptx::opaque(ptx::shared_address(tile.at(row + lane % 16, col / 8 + lane / 16)));
+#else
+    first = ptx::opaque(ptx::shared_address(tile.at(row + lane / 4, col / 8)) + lane % 4 * 4);
+#endif
+  }
+  // The i-th of them; bytes behind.
+  __device__ __forceinline__ void store(const FragmentA& a, int i, unsigned behind = 0) const {
+#if __CUDA_ARCH__ >= 900
+    ptx::store_matrices((first ^ i << 5) + behind, a);
+#else
+    const unsigned left = (first ^ i << 5) + behind, right = (first ^ i << 5 ^ 1 << 4) + behind;
+    ptx::store(left, a[0]);
+    ptx::store(left + below, a[1]);
+    ptx::store(right, a[2]);
+    ptx::store(right + below, a[3]);
+#endif
+  }
+};
+
 // c += a b for one step of 16 of the depth.
 template <Half type, int m, int n, class ReadB>
 __device__ __forceinline__ void multiply_step(FragmentC (&c)[m][n], const FragmentA (&a)[m],
-                                              const ReadB& read_b, int b_row) {
+                                              const ReadB& read_b, int b_row, int b_col = 0) {
 #pragma unroll
   for (int j = 0; j < n / 2; ++j) {
     FragmentA b;
-    read_b.read_b_transposed(b, b_row, j * 16);
+    read_b.read_b_transposed(b, b_row, b_col + j * 16);
 #pragma unroll
     for (int i = 0; i < m; ++i) {
       multiply_add<type>(c[i][2 * j], a[i], b[0], b[1]);

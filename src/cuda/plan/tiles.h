@@ -54,7 +54,7 @@ inline constexpr TileTable sm90_tiles = {
     //  head_dim  block_m  block_n  split  stages  dq_warps_m  per_sm  kv_in_registers
     {{ { 64,       64,      64,     1,     2,      2,          2,      true},
        { 96,       64,      64,     1,     2,      4,          2,      false},
-       {128,       64,      64,     1,     2,      2,          2,      false},
+       {128,       64,      64,     1,     2,      1,          2,      false},
        {192,       64,      64,     2,     1,      2,          1,      false},
        {256,       64,      64,     2,     2,      2,          1,      false}}},
     {{ { 64,       64,      64,     1,     2,      2,          2,      false},
@@ -104,6 +104,7 @@ inline constexpr TileTable sm80_tiles = [] {
   table.forward[0] = table.forward_terms[0];
   table.forward_terms[1].block_n = table.forward_terms[2].block_n = 32;
   table.forward_bias = table.forward_both;
+  table.backward[2].dq_warps_m = 2;
   return table;
 }();
 
