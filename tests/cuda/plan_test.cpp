@@ -78,7 +78,7 @@ TEST(Plan, NamesTellConfigsApart) {
   backwards[5].block_n = 32;
   backwards[6].split = 2;
   backwards[7].stages = 1;
-  backwards[8].dq_warps_m = 1;
+  backwards[8].dq_warps_m = 4;
   backwards[9].kv_in_registers = !b.kv_in_registers;
   backwards[10].terms = Terms::dropout;
   names.clear();
