@@ -9,7 +9,9 @@ function(tessera_cpu_target name highway_target)
   target_include_directories(tessera_cpu_${name} SYSTEM PRIVATE ${HIGHWAY_INCLUDE_DIR})
   # A fused multiply-add is asked for by name: elsewhere both roundings are meant.
   # Vectors are handed between inlined functions only: the ABI that -Wpsabi warns of plays no part.
-  target_compile_options(tessera_cpu_${name} PRIVATE $<IF:$<CONFIG:Release>,-O3,-O2> -Wno-psabi -ffp-contract=off)
+  # Release and the presets say how far to optimise; without it the kernels are too slow to be of use.
+  target_compile_options(tessera_cpu_${name} PRIVATE
+    $<$<CONFIG:Release>:-O3> $<$<CONFIG:Debug,MinSizeRel>:-O2> -Wno-psabi -ffp-contract=off)
   target_link_libraries(tessera_cpu_${name} PRIVATE tessera_warnings)
   set(objects ${objects} $<TARGET_OBJECTS:tessera_cpu_${name}> PARENT_SCOPE)
 endfunction()
