@@ -1,0 +1,64 @@
+"""The options of a call, as _core takes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Options(NamedTuple):
+    """Those that are not tensors."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    top_left: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    deterministic: bool = False
+    kernel: str | None = None
+
+    def numbers(self, stream: int = 0) -> tuple[object, ...]:
+        """In _core's order."""
+        return (
+            self.softmax_scale,
+            self.causal,
+            self.window_left,
+            self.window_right,
+            self.top_left,
+            self.softcap,
+            self.dropout_p,
+            self.seed or 0,
+            0,  # offset
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            self.deterministic,
+            self.kernel,
+            0,  # num_threads: TESSERA_NUM_THREADS, else every core
+            stream,
+        )
+
+
+def alignment_is_top_left(alignment: str) -> bool:
+    if alignment == "bottom-right":
+        return False
+    if alignment == "top-left":
+        return True
+    raise ValueError(f"causal_alignment: {alignment!r}, expected 'bottom-right' or 'top-left'")
+
+
+def output_shapes(
+    q: tuple[int, ...], v: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the output and of lse."""
+    if len(q) not in (3, 4):
+        raise ValueError(
+            f"q: shape {tuple(q)}, expected (batch, seqlen, heads, dim), or packed (total, heads, dim)"
+        )
+    if len(v) != len(q):
+        raise ValueError(f"v: shape {tuple(v)}, expected {len(q)} dimensions as q has")
+    lse = (q[0], q[2], q[1]) if len(q) == 4 else (q[1], q[0])
+    return (*q[:-1], v[-1]), lse

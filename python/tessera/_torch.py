@@ -1,0 +1,284 @@
+"""attention() for PyTorch: autograd, torch.compile, autocast.
+
+In eager mode a call goes straight to _core, with gradients through an autograd.Function: custom operators cost
+some ten microseconds more. Under torch.compile it goes through two custom operators, which have fakes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tessera import _core
+from tessera._call import Options, output_shapes
+
+# alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+Tensors = tuple[
+    Optional[Tensor],
+    Optional[Tensor],
+    Optional[Tensor],
+    Optional[Tensor],
+    Optional[Tensor],
+    Optional[Tensor],
+    Optional[Tensor],
+]
+Grads = tuple[Tensor, Tensor, Tensor, Optional[Tensor], Optional[Tensor]]  # dq, dk, dv, dbias, dsinks
+BIAS, SINKS = 1, 2  # in Tensors
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Options, return_lse: bool) -> Any:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: {type(tensor).__name__}, expected a torch.Tensor as q is")
+    q, k, v = autocast(q, k, v)
+    q, k, v = whole_rows(q), whole_rows(k), whole_rows(v)
+    alibi, bias, sinks, *rest = tensors
+    if bias is not None and bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    tensors = (alibi, bias, sinks, *rest)
+    if torch.compiler.is_compiling():
+        out, lse, _ = forward_op(q, k, v, *tensors, *options)
+    elif torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, bias, sinks)
+    ):
+        out, lse = Attention.apply(q, k, v, bias, sinks, tensors, options)
+    else:
+        out, lse, _ = forward(q, k, v, tensors, options, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    device = q.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """A tensor whose last dimension is contiguous, as the kernels want it."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 or x.size(-1) <= 1 else x.contiguous()
+
+
+def stream_of(x: Tensor) -> int:
+    """The current stream of its device."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
+def allocator_of(x: Tensor) -> Any:
+    return lambda size: torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
+def draw_seed() -> int:
+    """From the CPU's generator: no GPU is waited for."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Options, with_lse: bool
+) -> tuple[Tensor, Tensor | None, Options]:
+    """The output, lse, and the options with the seed that was drawn."""
+    shape, lse_shape = output_shapes(q.shape, v.shape)
+    if options.dropout_p and options.seed is None:
+        options = options._replace(seed=draw_seed())
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if with_lse else None
+    _core.forward(q, k, v, out, lse, tensors, options.numbers(stream_of(q)), allocator_of(q))
+    return out, lse, options
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    tensors: Tensors,
+    options: Options,
+    needs: tuple[bool, bool],
+) -> Grads:
+    """The gradients. needs: whether of bias, of sinks."""
+    bias, sinks = tensors[BIAS], tensors[SINKS]
+    grads = (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(k.shape, dtype=k.dtype, device=k.device),
+        torch.empty(v.shape, dtype=v.dtype, device=v.device),
+        torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if needs[0] else None,
+        torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device) if needs[1] else None,
+    )
+    dout = whole_rows(dout)
+    _core.backward(
+        q, k, v, out, lse, dout, dlse, grads, tensors, options.numbers(stream_of(q)), allocator_of(q)
+    )
+    return grads
+
+
+class Attention(torch.autograd.Function):
+    """attention() in eager mode, with gradients of q, k, v, bias and sinks, and through lse."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sinks, tensors, options):  # noqa: ANN001, ANN205
+        out, lse, options = forward(q, k, v, tensors, options, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # noqa: ANN001, ANN205
+        if dout is None and dlse is None:
+            return (None,) * 7
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        needs = (ctx.needs_input_grad[3], ctx.needs_input_grad[4])
+        grads = Gradients.apply(q, k, v, out, lse, dout, dlse, tuple(tensors), ctx.options, needs)
+        return (*grads, None, None)
+
+
+class Gradients(torch.autograd.Function):
+    """The backward of Attention, whose own backward says that there is none."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, out, lse, dout, dlse, tensors, options, needs):  # noqa: ANN001, ANN205
+        return backward(q, k, v, out, lse, dout, dlse, tensors, options, needs)
+
+    @staticmethod
+    def backward(ctx, *grads):  # noqa: ANN001, ANN205
+        raise NotImplementedError("tessera.attention has no double backward: its gradients cannot be derived")
+
+
+# ---- torch.compile: the same as operators. An absent gradient is an empty tensor.
+
+
+@torch.library.custom_op("tessera::attention_forward", mutates_args=())
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Optional[Tensor],
+    bias: Optional[Tensor],
+    sinks: Optional[Tensor],
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    seqused_q: Optional[Tensor],
+    seqused_k: Optional[Tensor],
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_left: Optional[int],
+    window_right: Optional[int],
+    top_left: bool,
+    softcap: float,
+    dropout_p: float,
+    seed: Optional[int],
+    max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int],
+    deterministic: bool,
+    kernel: Optional[str],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, lse, and the seed of dropout, on the CPU."""
+    options = Options(
+        softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, seed,
+        max_seqlen_q, max_seqlen_k, deterministic, kernel,
+    )  # fmt: skip
+    tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    out, lse, options = forward(q, k, v, tensors, options, True)
+    return out, lse, torch.tensor(options.seed or 0, dtype=torch.int64)
+
+
+@forward_op.register_fake
+def _(q, k, v, *_):  # noqa: ANN001, ANN002, ANN202
+    shape, lse_shape = output_shapes(q.shape, v.shape)
+    return (
+        q.new_empty(shape),
+        q.new_empty(lse_shape, dtype=torch.float32),
+        torch.empty((), dtype=torch.int64, device="cpu"),
+    )
+
+
+@torch.library.custom_op("tessera::attention_backward", mutates_args=())
+def backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Optional[Tensor],
+    drawn_seed: Tensor,
+    needs_dbias: bool,
+    needs_dsinks: bool,
+    alibi_slopes: Optional[Tensor],
+    bias: Optional[Tensor],
+    sinks: Optional[Tensor],
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    seqused_q: Optional[Tensor],
+    seqused_k: Optional[Tensor],
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_left: Optional[int],
+    window_right: Optional[int],
+    top_left: bool,
+    softcap: float,
+    dropout_p: float,
+    max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int],
+    deterministic: bool,
+    kernel: Optional[str],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = Options(
+        softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, int(drawn_seed),
+        max_seqlen_q, max_seqlen_k, deterministic, kernel,
+    )  # fmt: skip
+    tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    needs = (needs_dbias, needs_dsinks)
+    dq, dk, dv, dbias, dsinks = backward(q, k, v, out, lse, dout, dlse, tensors, options, needs)
+    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias, q.new_empty(0) if dsinks is None else dsinks
+
+
+@backward_op.register_fake
+def _(q, k, v, out, lse, dout, dlse, drawn_seed, needs_dbias, needs_dsinks, alibi, bias, sinks, *_):  # noqa: ANN001, ANN002, ANN202
+    def like(x):  # noqa: ANN001, ANN202
+        return x.new_empty(x.shape)
+
+    return (
+        like(q),
+        like(k),
+        like(v),
+        like(bias) if needs_dbias else q.new_empty(0),
+        like(sinks) if needs_dsinks else q.new_empty(0),
+    )
+
+
+def setup_context(ctx, inputs, output):  # noqa: ANN001, ANN201
+    q, k, v, *rest = inputs
+    tensors, numbers = rest[:7], rest[7:]
+    out, lse, seed = output
+    ctx.save_for_backward(q, k, v, out, lse, seed, *tensors)
+    ctx.numbers = numbers
+    ctx.set_materialize_grads(False)
+
+
+def op_backward(ctx, dout, dlse, _):  # noqa: ANN001, ANN201
+    q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    needs = (ctx.needs_input_grad[3 + BIAS], ctx.needs_input_grad[3 + SINKS])
+    options = Options(*ctx.numbers)
+    numbers = [x for name, x in zip(Options._fields, options) if name != "seed"]
+    dq, dk, dv, dbias, dsinks = backward_op(
+        q, k, v, out, lse, dout, dlse, seed, *needs, *tensors, *numbers
+    )
+    none = (None,) * len(ctx.numbers)
+    return (
+        dq, dk, dv, None, dbias if needs[0] else None, dsinks if needs[1] else None, None, None, None, None,
+        *none,
+    )  # fmt: skip
+
+
+forward_op.register_autograd(op_backward, setup_context=setup_context)
