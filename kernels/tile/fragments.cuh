@@ -174,7 +174,7 @@ struct OperandPlace {
     first = ptx::opaque(ptx::shared_address(tile.at(row + lane / 4, col / 8)) + lane % 4 * 4);
 #endif
   }
-  // The i-th of them; bytes behind.
+  // The i-th of them, `behind` bytes further on.
   __device__ __forceinline__ void store(const FragmentA& a, int i, unsigned behind = 0) const {
 #if __CUDA_ARCH__ >= 900
     ptx::store_matrices((first ^ i << 5) + behind, a);

@@ -183,7 +183,7 @@ struct ScoreTerms {
   }
 
   // s, q k^T and what it began with, becomes the score. add_bias(s, scale): makes it scale * s + bias.
-  // derivative(j, e, x) hears the derivative of softcap; i is 0 where it matters.
+  // derivative(j, e, x) hears the derivative of softcap, of one row of tiles: who listens has m = 1.
   template <Orientation orientation, int m, int n, class AddBias, class Derivative>
   __device__ __forceinline__ void apply(FragmentC (&s)[m][n], int first_query, int first_key,
                                         const AddBias& add_bias, const Derivative& derivative) const {

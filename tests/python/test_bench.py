@@ -9,13 +9,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 import tessera  # noqa: E402
 from tessera.bench import __main__ as bench  # noqa: E402
@@ -30,17 +30,6 @@ def run(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     status = bench.main([*TINY, "--out", str(out), *options])
     (path,) = out.glob("*.json")
     return status, json.loads(path.read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Shapes this small gain nothing from a second one, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TESSERA_NUM_THREADS", "1")
-        torch.set_num_threads(1)
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 TINY = shlex.split(
     "--device cpu --dtype fp32 --layers 2 --width 48 --heads 3 --context 64 --batch 8 --steps 60 --lr 5e-3"
     " --characters 20000 --sample 20"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Shapes this small gain nothing from a second one, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TESSERA_NUM_THREADS", "1")
-        torch.set_num_threads(1)
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
