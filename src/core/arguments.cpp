@@ -9,9 +9,9 @@ bool is_packed(const Options& options) {
 namespace {
 
 // clang-format off
-void add_options(std::vector<Argument>& table, const Options& x) {
+void add_options(Arguments& table, const Options& x) {
   const auto add = [&](const char* name, const Tensor& tensor, Types types, Last last, int min_rank, int max_rank) {
-    table.push_back({name, &tensor, Role::input, Need::optional, types, last, min_rank, max_rank});
+    table.add({name, &tensor, Role::input, Need::optional, types, last, min_rank, max_rank});
   };
   add("alibi_slopes", x.alibi_slopes, Types::float32,         Last::strided,    1, 2);
   add("bias",         x.bias,         Types::as_q_or_float32, Last::strided,    1, 4);
@@ -26,12 +26,12 @@ void add_options(std::vector<Argument>& table, const Options& x) {
 }  // namespace
 
 // clang-format off
-std::vector<Argument> arguments(const Forward& x) {
+Arguments arguments(const Forward& x) {
   const int tokens = is_packed(x.options) ? 3 : 4;  // rank of q, k, v, o
   const int scalars = tokens - 1;                   // rank of lse
   using enum Role;
   using enum Need;
-  std::vector<Argument> table = {
+  Arguments table = {
       {"q",   &x.q,   input,  required, Types::floating,        Last::contiguous, tokens,  tokens},
       {"k",   &x.k,   input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
       {"v",   &x.v,   input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
@@ -42,12 +42,12 @@ std::vector<Argument> arguments(const Forward& x) {
   return table;
 }
 
-std::vector<Argument> arguments(const Backward& x) {
+Arguments arguments(const Backward& x) {
   const int tokens = is_packed(x.options) ? 3 : 4;
   const int scalars = tokens - 1;
   using enum Role;
   using enum Need;
-  std::vector<Argument> table = {
+  Arguments table = {
       {"q",      &x.q,      input,  required, Types::floating,        Last::contiguous, tokens,  tokens},
       {"k",      &x.k,      input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},
       {"v",      &x.v,      input,  required, Types::as_q,            Last::contiguous, tokens,  tokens},

@@ -1,8 +1,10 @@
 // The tensors of a call, one table: what each is called and what must hold of it by itself.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <initializer_list>
 
 #include "tessera/tessera.hpp"
 
@@ -23,8 +25,25 @@ struct Argument {
   int min_rank, max_rank;
 };
 
+// The table. It points to the call's tensors, and needs no memory of the heap: every call makes one.
+class Arguments {
+ public:
+  static constexpr std::size_t capacity = 19;
+
+  Arguments(std::initializer_list<Argument> list) {
+    for (const Argument& argument : list) add(argument);
+  }
+  void add(const Argument& argument) { list_[size_++] = argument; }
+  [[nodiscard]] const Argument* begin() const { return list_.data(); }
+  [[nodiscard]] const Argument* end() const { return begin() + size_; }
+
+ private:
+  std::array<Argument, capacity> list_{};
+  std::size_t size_ = 0;
+};
+
 [[nodiscard]] bool is_packed(const Options& options);
-[[nodiscard]] std::vector<Argument> arguments(const Forward& x);
-[[nodiscard]] std::vector<Argument> arguments(const Backward& x);
+[[nodiscard]] Arguments arguments(const Forward& x);
+[[nodiscard]] Arguments arguments(const Backward& x);
 
 }  // namespace tessera

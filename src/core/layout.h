@@ -132,19 +132,23 @@ using Extents = std::array<std::int64_t, Tensor::max_rank>;
   return true;
 }
 
-// The memory of a tensor. dense: every byte from begin to end belongs to it.
+// The memory of a tensor that outlives this, or of a plain buffer.
 struct Footprint {
   std::uintptr_t begin = 0, end = 0;
-  bool dense = false;
+  const Tensor* tensor = nullptr;
 
+  Footprint() = default;
   Footprint(const void* data, std::size_t bytes)
-      : begin(reinterpret_cast<std::uintptr_t>(data)), end(begin + bytes), dense(true) {}
-  explicit Footprint(const Tensor& tensor) : begin(reinterpret_cast<std::uintptr_t>(tensor.data)) {
-    const std::int64_t bytes = bytes_spanned(tensor).value_or(0);
-    end = begin + static_cast<std::uintptr_t>(bytes);
+      : begin(reinterpret_cast<std::uintptr_t>(data)), end(begin + bytes) {}
+  explicit Footprint(const Tensor& of) : begin(reinterpret_cast<std::uintptr_t>(of.data)), tensor(&of) {
+    end = begin + static_cast<std::uintptr_t>(bytes_spanned(of).value_or(0));
+  }
+  // Whether every byte from begin to end belongs to it.
+  [[nodiscard]] bool dense() const {
+    if (tensor == nullptr) return true;
     double elements = 1;
-    for (int i = 0; i < tensor.rank; ++i) elements *= static_cast<double>(tensor.shape[i]);
-    dense = nests(tensor) && elements * tensor.dtype.bits == static_cast<double>(bytes) * 8;
+    for (int i = 0; i < tensor->rank; ++i) elements *= static_cast<double>(tensor->shape[i]);
+    return nests(*tensor) && elements * tensor->dtype.bits == static_cast<double>(end - begin) * 8;
   }
   [[nodiscard]] bool contains(std::uintptr_t address) const { return begin <= address && address < end; }
 };
@@ -152,9 +156,9 @@ struct Footprint {
 // Whether a and b certainly share memory. Slices of one buffer, such as dq, dk and dv of a packed dqkv,
 // interleave without sharing any, so that overlapping spans alone prove nothing.
 [[nodiscard]] inline bool overlap(const Footprint& a, const Footprint& b) {
-  if (a.begin == a.end || b.begin == b.end) return false;
-  return a.begin == b.begin || (a.dense && (a.contains(b.begin) || a.contains(b.end - 1))) ||
-         (b.dense && (b.contains(a.begin) || b.contains(a.end - 1)));
+  if (a.begin == a.end || b.begin == b.end || a.end <= b.begin || b.end <= a.begin) return false;
+  return a.begin == b.begin || (a.dense() && (a.contains(b.begin) || a.contains(b.end - 1))) ||
+         (b.dense() && (b.contains(a.begin) || b.contains(a.end - 1)));
 }
 
 }  // namespace tessera

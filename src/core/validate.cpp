@@ -12,9 +12,9 @@
 #include <cstdio>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "core/arguments.h"
 #include "core/layout.h"
@@ -40,14 +40,33 @@ std::string number_text(double value) {
 struct Extent {
   std::int64_t size = 0;
   const char* free = nullptr;
+  Extent() = default;
   Extent(std::int64_t n) : size(n) {}       // NOLINT(google-explicit-constructor)
   Extent(const char* name) : free(name) {}  // NOLINT(google-explicit-constructor)
 };
 
-std::string extents_text(const std::vector<Extent>& list) {
+// What is expected of a tensor's shape.
+class Expected {
+ public:
+  Expected(std::initializer_list<Extent> list) : size_(list.size()) {
+    std::copy(list.begin(), list.end(), extents_.begin());
+  }
+  explicit Expected(const Tensor& like) : size_(static_cast<std::size_t>(like.rank)) {
+    std::copy_n(like.shape.begin(), size_, extents_.begin());
+  }
+  [[nodiscard]] const Extent* begin() const { return extents_.data(); }
+  [[nodiscard]] const Extent* end() const { return begin() + size_; }
+  [[nodiscard]] std::size_t size() const { return size_; }
+
+ private:
+  std::array<Extent, Tensor::max_rank> extents_{};
+  std::size_t size_;
+};
+
+std::string extents_text(const Expected& list) {
   std::string text = "(";
   for (const Extent& extent : list) {
-    if (&extent != &list.front()) text += ", ";
+    if (&extent != list.begin()) text += ", ";
     text += extent.free != nullptr ? extent.free : std::to_string(extent.size);
   }
   return text + ")";
@@ -58,8 +77,8 @@ DType checked_dtype(const Tensor& tensor) { return dtype_of(tensor).value_or(DTy
 
 class Validator {
  public:
-  Validator(Direction direction, const Options& options, std::vector<Argument> table, Pointers pointers)
-      : options_(options), table_(std::move(table)), pointers_(pointers) {
+  Validator(Direction direction, const Options& options, const Arguments& table, Pointers pointers)
+      : options_(options), table_(table), pointers_(pointers) {
     problem.direction = direction;
   }
 
@@ -94,13 +113,12 @@ class Validator {
   bool window(const char* name, const std::optional<std::int64_t>& given, std::int64_t& out);
 
   bool sizes(const Tensor& q, const Tensor& k, const Tensor& v);
-  bool shape(const char* name, const Tensor& tensor, const std::vector<Extent>& expected);
+  bool shape(const char* name, const Tensor& tensor, const Expected& expected);
   bool row_shape(const char* name, const Tensor& tensor);
   bool within(const char* name, const Tensor& tensor, int axis, const char* axis_name, std::int64_t low,
               std::int64_t high);
-  [[nodiscard]] std::vector<Extent> tokens(Extent rows, Extent heads, Extent dim) const {
-    return problem.packed ? std::vector<Extent>{rows, heads, dim}
-                          : std::vector<Extent>{problem.batch, rows, heads, dim};
+  [[nodiscard]] Expected tokens(Extent rows, Extent heads, Extent dim) const {
+    return problem.packed ? Expected{rows, heads, dim} : Expected{problem.batch, rows, heads, dim};
   }
 
   bool sequences();
@@ -118,7 +136,7 @@ class Validator {
   [[nodiscard]] View row_view(const Tensor& tensor) const;
 
   const Options& options_;
-  std::vector<Argument> table_;
+  Arguments table_;
   Pointers pointers_;
   DType q_dtype_ = DType::float32;
 };
@@ -141,7 +159,7 @@ bool Validator::presence() {
 }
 
 bool Validator::devices() {
-  problem.device = table_.front().tensor->device;
+  problem.device = table_.begin()->tensor->device;
   for (const Argument& argument : table_) {
     if (argument.tensor->given() && !same_device(argument.tensor->device, problem.device)) {
       return fail(argument.name + std::string(".device"), device_text(argument.tensor->device),
@@ -162,24 +180,23 @@ bool Validator::each_tensor() {
 
 bool Validator::dtype(const Argument& argument) {
   const std::optional<DType> found = dtype_of(*argument.tensor);
-  const auto one_of = [&](std::initializer_list<DType> allowed, const std::string& expected) {
-    const bool good = found && std::find(allowed.begin(), allowed.end(), *found) != allowed.end();
-    return good || fail(argument.name + std::string(".dtype"), dtype_text(argument.tensor->dtype), expected);
+  const auto fault = [&](const std::string& expected) {
+    return fail(argument.name + std::string(".dtype"), dtype_text(argument.tensor->dtype), expected);
   };
-  const std::string of_q = std::string("q's ") + name_of(q_dtype_);
+  const auto of_q = [&] { return std::string("q's ") + name_of(q_dtype_); };
   switch (argument.types) {
     case Types::floating:  // q stands first in the table
       q_dtype_ = problem.dtype = found.value_or(DType::float32);
-      return one_of({DType::float32, DType::float16, DType::bfloat16}, "float32, float16 or bfloat16");
+      return (found && found != DType::int32) || fault("float32, float16 or bfloat16");
     case Types::as_q:
-      return one_of({q_dtype_}, of_q);
+      return found == q_dtype_ || fault(of_q());
     case Types::as_q_or_float32:
-      return one_of({q_dtype_, DType::float32},
-                    q_dtype_ == DType::float32 ? "float32" : of_q + " or float32");
+      return found == q_dtype_ || found == DType::float32 ||
+             fault(q_dtype_ == DType::float32 ? "float32" : of_q() + " or float32");
     case Types::float32:
-      return one_of({DType::float32}, "float32");
+      return found == DType::float32 || fault("float32");
     case Types::int32:
-      return one_of({DType::int32}, "int32");
+      return found == DType::int32 || fault("int32");
   }
   return false;
 }
@@ -221,16 +238,16 @@ bool Validator::layout(const Argument& argument) {
 bool Validator::pointer(const Argument& argument) {
   const Tensor& tensor = *argument.tensor;
   if (!has_elements(tensor)) return true;
-  const std::string name = argument.name + std::string(".data");
+  const auto name = [&] { return argument.name + std::string(".data"); };
   if (tensor.data == nullptr) {
     const bool read_here = argument.types == Types::int32 && problem.on_host();
-    return (pointers_ == Pointers::optional && !read_here) || fail(name, "null", "an address");
+    return (pointers_ == Pointers::optional && !read_here) || fail(name(), "null", "an address");
   }
   const std::uintptr_t size = tensor.dtype.bits / 8u;
   const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(tensor.data) % size;
   if (past == 0) return true;
   const std::string multiple = "a multiple of " + std::to_string(size);
-  return fail(name, "an address " + std::to_string(past) + " past " + multiple, multiple);
+  return fail(name(), "an address " + std::to_string(past) + " past " + multiple, multiple);
 }
 
 // --- options that are numbers ---
@@ -295,10 +312,11 @@ bool Validator::window(const char* name, const std::optional<std::int64_t>& give
 
 // --- q, k and v against each other ---
 
-bool Validator::shape(const char* name, const Tensor& tensor, const std::vector<Extent>& expected) {
+bool Validator::shape(const char* name, const Tensor& tensor, const Expected& expected) {
   bool same = static_cast<std::size_t>(tensor.rank) == expected.size();
   for (std::size_t i = 0; same && i < expected.size(); ++i) {
-    same = expected[i].free != nullptr || expected[i].size == tensor.shape[i];
+    const Extent& extent = expected.begin()[i];
+    same = extent.free != nullptr || extent.size == tensor.shape[i];
   }
   return same || fail(name, shape_text(tensor), extents_text(expected));
 }
@@ -516,10 +534,10 @@ bool Validator::views(const Tensor& q, const Tensor& k, const Tensor& v, const T
 }
 
 bool Validator::gradients(const Backward& call) {
-  const std::vector<Extent> like_q = tokens(problem.rows_q, problem.num_heads_q, problem.head_dim);
-  const std::vector<Extent> like_k = tokens(problem.rows_k, problem.num_heads_k, problem.head_dim);
-  const std::vector<Extent> like_v = tokens(problem.rows_k, problem.num_heads_k, problem.head_dim_v);
-  const std::vector<Extent> like_o = tokens(problem.rows_q, problem.num_heads_q, problem.head_dim_v);
+  const Expected like_q = tokens(problem.rows_q, problem.num_heads_q, problem.head_dim);
+  const Expected like_k = tokens(problem.rows_k, problem.num_heads_k, problem.head_dim);
+  const Expected like_v = tokens(problem.rows_k, problem.num_heads_k, problem.head_dim_v);
+  const Expected like_o = tokens(problem.rows_q, problem.num_heads_q, problem.head_dim_v);
   if (!(shape("dout", call.dout, like_o) && row_shape("dlse", call.dlse) && shape("dq", call.dq, like_q) &&
         shape("dk", call.dk, like_k) && shape("dv", call.dv, like_v))) {
     return false;
@@ -534,8 +552,7 @@ bool Validator::gradients(const Backward& call) {
   const auto mirrors = [&](const char* name, const Tensor& gradient, const char* of_name, const Tensor& of) {
     if (!gradient.given()) return true;
     if (!of.given()) return fail(name, "given", std::string("only with ") + of_name);
-    const std::vector<Extent> expected(of.shape.begin(), of.shape.begin() + of.rank);
-    if (!shape(name, gradient, expected)) return false;
+    if (!shape(name, gradient, Expected(of))) return false;
     if (dtype_of(gradient) == dtype_of(of)) return true;
     return fail(std::string(name) + ".dtype", dtype_text(gradient.dtype),
                 std::string(of_name) + "'s " + dtype_text(of.dtype));
@@ -551,24 +568,34 @@ bool Validator::gradients(const Backward& call) {
 }
 
 bool Validator::aliases(const Workspace& workspace) {
-  const auto has_memory = [](const Argument& x) { return x.tensor->given() && x.tensor->data != nullptr; };
+  struct Memory {
+    const Argument* argument;
+    Footprint of;
+  };
+  std::array<Memory, Arguments::capacity>
+      all;  // NOLINT(cppcoreguidelines-pro-type-member-init): filled below
+  std::size_t count = 0;
+  for (const Argument& argument : table_) {
+    if (argument.tensor->given() && argument.tensor->data != nullptr)
+      all[count++] = {&argument, Footprint(*argument.tensor)};
+  }
+  const std::span<const Memory> memories(all.data(), count);
+
   const bool looked_at = pointers_ == Pointers::required && workspace.data != nullptr;
   const Footprint scratch(workspace.data, looked_at ? workspace.bytes : 0);
   if (const std::uintptr_t past = scratch.begin % 256; looked_at && !problem.on_host() && past != 0) {
     return fail("workspace", "an address " + std::to_string(past) + " past a multiple of 256",
                 "a multiple of 256, as GPU memory is allocated");
   }
-  for (const Argument& argument : table_) {
-    if (!has_memory(argument)) continue;
-    const Footprint mine(*argument.tensor);
-    if (overlap(scratch, mine)) {
-      return fail("workspace", std::string("shares memory with ") + argument.name, "memory of its own");
+  for (const Memory& mine : memories) {
+    if (overlap(scratch, mine.of)) {
+      return fail("workspace", std::string("shares memory with ") + mine.argument->name, "memory of its own");
     }
-    if (argument.role != Role::output) continue;
-    for (const Argument& other : table_) {
-      if (&other == &argument || !has_memory(other)) continue;
-      if (overlap(mine, Footprint(*other.tensor))) {
-        return fail(argument.name, std::string("shares memory with ") + other.name, "memory of its own");
+    if (mine.argument->role != Role::output) continue;
+    for (const Memory& other : memories) {
+      if (&other != &mine && overlap(mine.of, other.of)) {
+        return fail(mine.argument->name, std::string("shares memory with ") + other.argument->name,
+                    "memory of its own");
       }
     }
   }

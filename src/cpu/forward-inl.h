@@ -24,6 +24,7 @@ constexpr ForwardTiles forward_tiles = TESSERA_CPU_TILES.forward;
 constexpr std::int64_t max_task_rows = 1024;
 static_assert(forward_tiles.tile_m % row_unit == 0 && forward_tiles.tile_m <= product_rows);
 static_assert(forward_tiles.block_n % col_align == 0 && forward_tiles.block_n % col_unit == 0);
+static_assert(col_align % depth_unit == 0 && col_unit % depth_unit == 0);
 static_assert(forward_tiles.block_n <= uncut_depth, "else where p v is cut depends on the tile's other rows");
 
 // One thread's arrays.
@@ -38,7 +39,9 @@ struct ForwardScratch {
   std::int64_t depth_ld, value_ld, tile_ld, p_ld;  // row strides of q and k, of v, of s, of p
 
   ForwardScratch(Carver& carve, const Problem& problem, std::int64_t task_rows) {
-    const std::int64_t block_n = forward_tiles.block_n, rows = round_up(task_rows, row_unit);
+    const std::int64_t rows = round_up(task_rows, row_unit);
+    const std::int64_t block_n =
+        std::min(forward_tiles.block_n, round_up(std::max<std::int64_t>(problem.max_seqlen_k, 1), col_align));
     const std::int64_t tile_m = forward_tiles.tile_m;
     depth = round_up(problem.head_dim, depth_unit);
     value_cols = round_up(problem.head_dim_v, col_unit);
@@ -263,12 +266,13 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
   const std::int64_t first_key = keys.empty() ? keys.end : keys.begin / block_n * block_n;
   for (std::int64_t key = first_key; key < keys.end; key += block_n) {
     const Range block{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
+    const std::int64_t padded = round_up(block.size(), col_unit);
     const Rows k_rows = rows_to_transpose(problem.k, b, sequence.k_begin + key, kv_head, block.size(),
-                                          problem.head_dim, scratch.k, scratch.depth_ld, block_n);
+                                          problem.head_dim, scratch.k, scratch.depth_ld, padded);
     const Rows v_rows = rows_for_b(problem.v, b, sequence.k_begin + key, kv_head, block.size(),
-                                   problem.head_dim_v, scratch.v, scratch.value_ld, block_n);
-    const OperandB k = b_transposed(k_rows.data, k_rows.ld, scratch.depth, block_n, scratch.k_operand);
-    const OperandB v = b_rows(v_rows.data, v_rows.ld, block_n, scratch.value_cols, scratch.v_operand);
+                                   problem.head_dim_v, scratch.v, scratch.value_ld, padded);
+    const OperandB k = b_transposed(k_rows.data, k_rows.ld, scratch.depth, padded, scratch.k_operand);
+    const OperandB v = b_rows(v_rows.data, v_rows.ld, padded, scratch.value_cols, scratch.v_operand);
 
     const Range next{block.end, std::min<long long>({key + 2 * block_n, keys.end, sequence.seqlen_k})};
     attend(scoring, mask, scratch, live, block, k, v,

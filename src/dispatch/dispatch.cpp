@@ -1,6 +1,7 @@
 #include "dispatch/dispatch.h"
 
 #include <cstdlib>
+#include <vector>
 
 #include "cpu/kernels.h"
 #if defined(TESSERA_CUDA)
@@ -55,15 +56,18 @@ Status check_workspace(const Workspace& workspace, std::size_t need) {
 
 }  // namespace
 
-std::vector<Kernel> all_kernels() {
-  std::vector<Kernel> all;
+std::span<const Kernel> all_kernels() {
+  static const std::vector<Kernel> list = [] {
+    std::vector<Kernel> all;
 #if defined(TESSERA_CUDA)
-  const std::span<const Kernel> cuda = cuda::kernels();
-  all.insert(all.end(), cuda.begin(), cuda.end());
+    const std::span<const Kernel> cuda = cuda::kernels();
+    all.insert(all.end(), cuda.begin(), cuda.end());
 #endif
-  const std::span<const Kernel> cpu = cpu::kernels();
-  all.insert(all.end(), cpu.begin(), cpu.end());
-  return all;
+    const std::span<const Kernel> cpu = cpu::kernels();
+    all.insert(all.end(), cpu.begin(), cpu.end());
+    return all;
+  }();
+  return list;
 }
 
 std::string refusal(const Kernel& kernel, const Problem& problem) {
@@ -73,11 +77,15 @@ std::string refusal(const Kernel& kernel, const Problem& problem) {
 
 Result<Choice> choose(std::span<const Kernel> kernels, const Problem& problem, std::string_view forced) {
   if (!forced.empty()) return choose_forced(kernels, problem, forced);
+  // Those of another device would refuse: asking them takes time, and only an error needs their words.
+  const std::string_view device = problem.on_host() ? "cpu" : "cuda";
+  for (const Kernel& kernel : kernels) {
+    if (kernel.device == device && refusal(kernel, problem).empty())
+      return Choice{kernel, kernel.plan(problem)};
+  }
   std::string reasons;
   for (const Kernel& kernel : kernels) {
-    const std::string reason = refusal(kernel, problem);
-    if (reason.empty()) return Choice{kernel, kernel.plan(problem)};
-    reasons += (reasons.empty() ? "" : "; ") + std::string(kernel.name) + ": " + reason;
+    reasons += (reasons.empty() ? "" : "; ") + std::string(kernel.name) + ": " + refusal(kernel, problem);
   }
   if (reasons.empty()) reasons = "this build has no kernels";
   return Status(Code::unsupported, "no kernel takes this call: " + reasons);
@@ -96,8 +104,11 @@ std::string forced_kernel(const Options& options) {
 Status run(std::span<const Kernel> kernels, const Problem& problem, std::string_view forced,
            const Workspace& workspace) {
   const Result<Choice> choice = choose(kernels, problem, forced);
-  if (!choice.ok()) return choice.status();
-  const auto& [kernel, plan] = choice.value();
+  return choice.ok() ? run(problem, choice.value(), workspace) : choice.status();
+}
+
+Status run(const Problem& problem, const Choice& choice, const Workspace& workspace) {
+  const auto& [kernel, plan] = choice;
   if (Status status = check_workspace(workspace, plan.workspace); !status.ok()) return status;
   Status status = kernel.run(problem, plan, workspace.data);
   if (status.ok()) last_name = kernel.name;

@@ -7,14 +7,13 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "core/kernel.h"
 
 namespace tessera {
 
 // Every kernel of every backend, the preferred first.
-[[nodiscard]] std::vector<Kernel> all_kernels();
+[[nodiscard]] std::span<const Kernel> all_kernels();
 
 struct Choice {
   Kernel kernel{};
@@ -32,7 +31,10 @@ struct Choice {
 // The name that a call forces: its own option, else the environment's TESSERA_FORCE_KERNEL; empty: none.
 [[nodiscard]] std::string forced_kernel(const Options& options);
 
-// Chooses, checks the workspace, runs, and remembers the name for last_kernel().
+// Checks the workspace, runs, and remembers the name for last_kernel().
+[[nodiscard]] Status run(const Problem& problem, const Choice& choice, const Workspace& workspace);
+
+// Chooses and runs.
 [[nodiscard]] Status run(const Problem& problem, std::string_view forced, const Workspace& workspace);
 [[nodiscard]] Status run(std::span<const Kernel> kernels, const Problem& problem, std::string_view forced,
                          const Workspace& workspace);
