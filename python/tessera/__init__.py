@@ -9,6 +9,7 @@ What each option means, exactly, is in docs/semantics.md.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,23 @@ from tessera import _core
 from tessera._call import Options, alignment_is_top_left
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Explanation", "Kernel", "attention", "explain", "kernels", "last_kernel"]
 __version__: str = _core.version()
+
+# torch.compiler.is_compiling, once the program has imported torch.
+_is_compiling: Callable[[], bool] | None = None
+
+
+def _meet_torch() -> bool:
+    """Whether torch.compile is at work, where torch may have been imported since the last call."""
+    global _is_compiling
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "compiler"):
+        return False
+    _is_compiling = torch.compiler.is_compiling
+    return _is_compiling()
 
 
 def attention(
@@ -79,20 +93,21 @@ def attention(
         NotImplementedError: no kernel, or not the one asked for, can run the call. The text has the reasons.
     """
     left, right = window
+    top_left = causal_alignment != "bottom-right" and alignment_is_top_left(causal_alignment)
+    if not (_meet_torch() if _is_compiling is None else _is_compiling()):
+        done = _core.simple_attention(
+            q, k, v,
+            alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            softmax_scale, causal, left, right, top_left, softcap, dropout_p, seed, max_seqlen_q, max_seqlen_k,
+            deterministic, kernel,
+            return_lse,
+        )  # fmt: skip
+        if done is not NotImplemented:
+            return done
     options = Options(
-        softmax_scale,
-        causal,
-        left,
-        right,
-        alignment_is_top_left(causal_alignment),
-        softcap,
-        dropout_p,
-        seed,
-        max_seqlen_q,
-        max_seqlen_k,
-        deterministic,
-        kernel,
-    )
+        softmax_scale, causal, left, right, top_left, softcap, dropout_p, seed, max_seqlen_q, max_seqlen_k,
+        deterministic, kernel,
+    )  # fmt: skip
     tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if hasattr(q, "requires_grad"):  # PyTorch's, and no other library's
         from tessera import _torch

@@ -11,6 +11,7 @@ from tessera._call import Options, output_shapes
 
 FLOAT, INT, UINT, BFLOAT, OPAQUE = 2, 0, 1, 4, 3  # DLPack's dtype codes
 CPU = 1  # and device
+LEGACY_STREAM = 1  # DLPack's number of CUDA's default stream
 
 
 def is_numpy(x: Any) -> bool:
@@ -50,9 +51,9 @@ def attention(q: Any, k: Any, v: Any, tensors: tuple, options: Options, return_l
         describe(v),
         describe(out),
         describe(lse),
-        tuple(describe(four_dimensional(x) if i == 1 else x) for i, x in enumerate(tensors)),
-        options.numbers(),
-        None,
+        tuple(describe(x) for x in tensors),
+        options,
+        0,
     )
     return (out, lse) if return_lse else out
 
@@ -64,23 +65,17 @@ def whole_rows(x: Any) -> Any:
     return x if whole and all(s % size == 0 for s in x.strides) else x.copy()
 
 
-def four_dimensional(bias: Any) -> Any:
-    return bias if bias is None or bias.ndim >= 4 else bias[(None,) * (4 - bias.ndim)]
-
-
 def foreign_attention(q: Any, k: Any, v: Any, tensors: tuple, options: Options, return_lse: bool) -> Any:
-    """Through NumPy on the CPU: JAX's arrays and others are not written to by anyone but their library."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not hasattr(x, "__dlpack_device__"):
             raise ValueError(f"{name}: {type(x).__name__}, expected an array that speaks DLPack")
     device, index = q.__dlpack_device__()
+    namespace = q.__array_namespace__()
     if device != CPU:
-        raise NotImplementedError(
-            f"q: an array of {type(q).__module__} on device ({int(device)}, {index}); on a GPU only PyTorch's "
-            "tensors are taken so far: pass torch.from_dlpack(q)"
-        )
+        return foreign_gpu_attention(namespace, index, q, k, v, tensors, options, return_lse)
     import numpy as np
 
+    # Through NumPy, and into a new array: JAX's are not written to by anyone but JAX.
     out = attention(
         np.asarray(q),
         np.asarray(k),
@@ -89,5 +84,30 @@ def foreign_attention(q: Any, k: Any, v: Any, tensors: tuple, options: Options, 
         options,
         return_lse,
     )
-    namespace = q.__array_namespace__()
     return tuple(map(namespace.asarray, out)) if return_lse else namespace.asarray(out)
+
+
+def foreign_gpu_attention(
+    namespace: Any, index: int, q: Any, k: Any, v: Any, tensors: tuple, options: Options, return_lse: bool
+) -> Any:
+    """Into arrays that the library has just made.
+
+    On CuPy's current stream. A library without such a thing, as JAX, waits until the result is there.
+    """
+    shape, lse_shape = output_shapes(q.shape, v.shape)
+    out = namespace.empty(shape, dtype=q.dtype, device=q.device)
+    lse = namespace.empty(lse_shape, dtype=namespace.float32, device=q.device) if return_lse else None
+    has_streams = hasattr(namespace, "cuda")
+    stream = namespace.cuda.get_current_stream().ptr if has_streams else 0
+
+    def capsule(x: Any) -> Any:
+        if x is None:
+            return None
+        if hasattr(x, "block_until_ready"):
+            x.block_until_ready()
+        return x.__dlpack__(stream=stream or LEGACY_STREAM)
+
+    _core.forward(*map(capsule, (q, k, v, out, lse)), tuple(map(capsule, tensors)), options, stream)
+    if not has_streams:
+        _core.wait(index)
+    return (out, lse) if return_lse else out

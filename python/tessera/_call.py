@@ -1,4 +1,7 @@
-"""The options of a call, as _core takes them."""
+"""The options of a call, as _core takes them.
+
+Those that are tensors are a tuple: alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import NamedTuple
 
 
 class Options(NamedTuple):
-    """Those that are not tensors."""
+    """Those that are not tensors, in _core's order."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -20,26 +23,6 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     deterministic: bool = False
     kernel: str | None = None
-
-    def numbers(self, stream: int = 0) -> tuple[object, ...]:
-        """In _core's order."""
-        return (
-            self.softmax_scale,
-            self.causal,
-            self.window_left,
-            self.window_right,
-            self.top_left,
-            self.softcap,
-            self.dropout_p,
-            self.seed or 0,
-            0,  # offset
-            self.max_seqlen_q,
-            self.max_seqlen_k,
-            self.deterministic,
-            self.kernel,
-            0,  # num_threads: TESSERA_NUM_THREADS, else every core
-            stream,
-        )
 
 
 def alignment_is_top_left(alignment: str) -> bool:

@@ -32,13 +32,12 @@ def explain(q: Any, k: Any, v: Any, direction: str, given: dict[str, Any]) -> tu
     shape, lse_shape = output_shapes(shape_of(q), shape_of(v))
     # Outputs are described as attention() would make them: compact, on q's device, at no address.
     out, lse = like(q, shape, 1), like(q, lse_shape, 2, FLOAT32)
-    numbers = options.numbers()
     if direction == "forward":
-        values, text = _core.explain_forward(q, k, v, out, lse, tensors, numbers)
+        values, text = _core.explain_forward(q, k, v, out, lse, tensors, options)
     else:
         dout = like(q, shape, 3)
         grads = (like(q, shape_of(q), 4), like(k, shape_of(k), 5), like(v, shape_of(v), 6), None, None)
-        values, text = _core.explain_backward(q, k, v, out, lse, dout, None, grads, tensors, numbers)
+        values, text = _core.explain_backward(q, k, v, out, lse, dout, None, grads, tensors, options)
     values = json.loads(values)
     return values["kernel"], values, text
 

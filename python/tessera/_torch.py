@@ -1,7 +1,8 @@
 """attention() for PyTorch: autograd, torch.compile, autocast.
 
 In eager mode a call goes straight to _core, with gradients through an autograd.Function: custom operators cost
-some ten microseconds more. Under torch.compile it goes through two custom operators, which have fakes.
+some ten microseconds more. Where torch's dispatcher has to see it - under torch.compile and dispatch modes, and
+for subclasses of tensors - it goes through two custom operators, which have fakes.
 """
 
 from __future__ import annotations
@@ -34,11 +35,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Option
             raise ValueError(f"{name}: {type(tensor).__name__}, expected a torch.Tensor as q is")
     q, k, v = autocast(q, k, v)
     q, k, v = whole_rows(q), whole_rows(k), whole_rows(v)
-    alibi, bias, sinks, *rest = tensors
-    if bias is not None and bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
-    tensors = (alibi, bias, sinks, *rest)
-    if torch.compiler.is_compiling():
+    bias, sinks = tensors[BIAS], tensors[SINKS]
+    if torch.compiler.is_compiling() or is_watched() or not all(map(is_plain, (q, k, v, *tensors))):
         out, lse, _ = forward_op(q, k, v, *tensors, *options)
     elif torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, bias, sinks)
@@ -62,13 +60,14 @@ def whole_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 0 or x.stride(-1) == 1 or x.size(-1) <= 1 else x.contiguous()
 
 
-def stream_of(x: Tensor) -> int:
-    """The current stream of its device."""
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+def is_plain(x: Tensor | None) -> bool:
+    """Whether it is no subclass with a meaning of its own, such as a fake or a distributed tensor."""
+    return x is None or type(x) in (Tensor, torch.nn.Parameter)
 
 
-def allocator_of(x: Tensor) -> Any:
-    return lambda size: torch.empty(size, dtype=torch.uint8, device=x.device)
+def is_watched() -> bool:
+    """Whether a dispatch mode is active, such as a fake one or a counter of FLOPs."""
+    return torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
 
 
 def draw_seed() -> int:
@@ -80,12 +79,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Options, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Options]:
     """The output, lse, and the options with the seed that was drawn."""
-    shape, lse_shape = output_shapes(q.shape, v.shape)
+    output_shapes(q.shape, v.shape)
     if options.dropout_p and options.seed is None:
         options = options._replace(seed=draw_seed())
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if with_lse else None
-    _core.forward(q, k, v, out, lse, tensors, options.numbers(stream_of(q)), allocator_of(q))
+    out, lse = _core.torch_forward(q, k, v, tensors, options, with_lse)
     return out, lse, options
 
 
@@ -111,9 +108,7 @@ def backward(
         torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device) if needs[1] else None,
     )
     dout = whole_rows(dout)
-    _core.backward(
-        q, k, v, out, lse, dout, dlse, grads, tensors, options.numbers(stream_of(q)), allocator_of(q)
-    )
+    _core.torch_backward(q, k, v, out, lse, dout, dlse, grads, tensors, options)
     return grads
 
 

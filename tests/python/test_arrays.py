@@ -94,6 +94,61 @@ def test_a_foreign_array():
     np.testing.assert_array_equal(out.x, tessera.attention(q, q, q))
 
 
+def gpu_module(name):
+    """The library, with a GPU."""
+    module = pytest.importorskip(name)
+    try:
+        found = module.cuda.runtime.getDeviceCount() if name == "cupy" else len(module.devices("gpu"))
+    except Exception:  # whatever a library says where there is none
+        found = 0
+    if not found:
+        pytest.skip("no GPU")
+    return module
+
+
+@pytest.mark.gpu
+def test_cupy():
+    cupy = gpu_module("cupy")
+    q, k, v = normal(2, 70, 4, 64, dtype="f2"), normal(2, 90, 2, 64, dtype="f2"), normal(2, 90, 2, 32, dtype="f2")
+    sinks = normal(4)
+    expected, expected_lse = oracle.attention(q, k, v, causal=True, sinks=sinks)
+    arrays = [cupy.asarray(x) for x in (q, k, v)]
+    for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
+        with stream:
+            out, lse = tessera.attention(*arrays, sinks=cupy.asarray(sinks), causal=True, return_lse=True)
+            assert isinstance(out, cupy.ndarray)
+            assert tessera.last_kernel().startswith("cuda_")
+            np.testing.assert_allclose(cupy.asnumpy(out * 1), expected, atol=3e-3)
+            np.testing.assert_allclose(cupy.asnumpy(lse * 1), expected_lse, atol=3e-3)
+    with pytest.raises(ValueError, match="k.device"):
+        tessera.attention(arrays[0], np.zeros(arrays[1].shape, "f2"), arrays[2])
+
+
+@pytest.mark.gpu
+def test_jax_on_a_gpu():
+    jax = gpu_module("jax")
+    jnp = jax.numpy
+    q, k, v = normal(2, 70, 4, 64), normal(2, 90, 2, 64), normal(2, 90, 2, 32)
+    arrays = [jnp.asarray(x).astype(jnp.bfloat16) for x in (q, k, v)]
+    expected, expected_lse = oracle.attention(*(np.asarray(x, "f4") for x in arrays), causal=True)
+    for _ in range(3):
+        out, lse = tessera.attention(*arrays, causal=True, return_lse=True)
+        assert isinstance(out, jax.Array)
+        assert out.dtype == jnp.bfloat16
+        assert tessera.last_kernel().startswith("cuda_")
+        np.testing.assert_allclose(np.asarray(out, "f4"), expected, atol=3e-2)
+        np.testing.assert_allclose(np.asarray(lse), expected_lse, atol=3e-2)
+
+
+def test_jax_on_the_cpu():
+    jax = pytest.importorskip("jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        q = jax.numpy.asarray(normal(1, 9, 2, 16))
+        out = tessera.attention(q, q, q)
+        assert isinstance(out, jax.Array)
+        np.testing.assert_allclose(np.asarray(out), oracle.attention(*(np.asarray(q),) * 3)[0], atol=1e-5)
+
+
 def test_importing_does_not_import_torch():
     code = "import sys, tessera; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -241,6 +244,122 @@ def test_compile_draws_dropout_anew():
     compiled = torch.compile(lambda q: tessera.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager")
     q = torch.randn(1, 32, 2, 16)
     assert not torch.equal(compiled(q), compiled(q))
+
+
+def test_dispatch_modes_see_the_operators(device):
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q = torch.randn(2, 7, 4, 16, device=device).to(DTYPES[device][0]).requires_grad_()
+    with Watch():
+        tessera.attention(q, q, q).float().sum().backward()
+    assert "tessera.attention_forward.default" in seen
+    assert "tessera.attention_backward.default" in seen
+    plain = q.detach()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(plain)
+        out, lse = tessera.attention(fake, fake, fake, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 4, 7)
+
+
+def test_without_gradients_the_same_numbers(device):
+    q, k, v = (torch.randn(2, 40, 4, 32, device=device).to(DTYPES[device][0]) for _ in range(3))
+    options = {"causal": True, "window": (9, None), "softcap": 3.0, "return_lse": True}
+    out, lse = tessera.attention(q, k, v, **options)
+    assert not out.requires_grad
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.no_grad():
+        assert not tessera.attention(*leaves).requires_grad
+    again, lse_again = tessera.attention(*leaves, **options)
+    assert again.requires_grad
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+    parameter = torch.nn.Parameter(q)
+    assert type(tessera.attention(parameter.detach(), k, v)) is torch.Tensor
+    # A copy of one layer's output is compact even where q is a view.
+    view = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert tessera.attention(view, k, v).is_contiguous()
+
+
+def test_torchs_threads_count():
+    """On a machine with one core this only shows that nothing breaks."""
+    code = (
+        "import os, torch, tessera\n"
+        "torch.set_num_threads(1)\n"
+        "x = torch.randn(1, 2000, 4, 64)\n"
+        "tessera.attention(x, x, x)\n"
+        "print(len(os.listdir('/proc/self/task')))\n"
+        "torch.set_num_threads(3)\n"
+        "tessera.attention(x, x, x)\n"
+        "print(len(os.listdir('/proc/self/task')))\n"
+    )
+    environment = {n: v for n, v in os.environ.items() if n != "TESSERA_NUM_THREADS"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
+    )
+    before, after = map(int, result.stdout.split())
+    assert after == before + 2
+
+
+def test_vmap_says_no():
+    x = torch.randn(3, 1, 5, 2, 8)
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        torch.vmap(lambda y: tessera.attention(y, y, y))(x)
+
+
+@pytest.mark.gpu
+def test_graphs_and_streams():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    x = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    expected = tessera.attention(x, x, x, causal=True)
+    graph, still = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph):
+        out = tessera.attention(still, still, still, causal=True)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+    still.copy_(x.flip(1))
+    graph.replay()
+    assert torch.equal(out, tessera.attention(still, still, still, causal=True))
+
+    # On a stream that is still busy with the input: were the call on another, it would read zeros.
+    stream = torch.cuda.Stream()
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(x)
+        out = tessera.attention(late, late, late, causal=True)
+    assert not stream.query()  # nobody waited for the GPU
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_a_training_step_in_a_graph():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    x = [torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    step = lambda: torch.autograd.grad(tessera.attention(*x, causal=True, deterministic=True).float().sum(), x)  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+    graph.replay()
+    for actual, wanted in zip(grads, expected):
+        assert torch.equal(actual, wanted)
 
 
 def test_opcheck():

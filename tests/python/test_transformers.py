@@ -117,13 +117,10 @@ def build(family: str, **changes: Any) -> Any:
 
 
 def variant(model: Any, implementation: str, device: str = "cpu") -> Any:
-    """A copy with another attention: float32 on the CPU, bfloat16 on a GPU."""
-    model = copy.deepcopy(model)
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation(implementation)
-    else:  # transformers 4.53
-        model.config._attn_implementation = implementation
-    return model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    """A copy with another attention, as from_pretrained makes it: float32 on the CPU, bfloat16 on a GPU."""
+    other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=implementation)
+    other.load_state_dict(model.state_dict())
+    return other.train(model.training).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
 
 
 def inputs(padding: str) -> dict[str, torch.Tensor]:

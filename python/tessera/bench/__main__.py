@@ -15,7 +15,7 @@ try:
 except ImportError:
     sys.exit("tessera.bench measures with PyTorch, which is not installed: pip install torch")
 
-from . import cells, plots, report, sides, train_step
+from . import cells, host_time, plots, report, sides, train_step
 
 FAILED, SLOWER = 1, 3  # exit status; 2 is argparse's
 
@@ -59,6 +59,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     step.add_argument("--layers", type=int, help="default 24, on a CPU 4")
     step.add_argument("--batch", type=int, help="default 4, on a CPU 2")
+
+    parser.add_argument(
+        "--host-time", action="store_true", help="time what a tiny call costs the host, on the CPU and the GPU"
+    )
 
     then = parser.add_argument_group("then and now")
     then.add_argument("--compare", type=Path, metavar="OLD.json", help="say what got slower since")
@@ -146,6 +150,22 @@ def measure_train_step(args: argparse.Namespace, all_sides: list[sides.Side], re
     result["train_step"] = step.as_dict()
 
 
+def measure_host_time(args: argparse.Namespace, _: list[sides.Side], result: report.Json) -> None:
+    devices = dict.fromkeys([torch.device("cpu"), args.device])
+    result["host_time"] = [
+        host_time.measure(device, dtype, cells.DTYPES[dtype], args.turns).as_dict()
+        for device in devices
+        for dtype in (("fp32", "bf16") if device.type == "cpu" else ("bf16",))
+    ]
+
+
+MEASURES = {
+    "grid": (measure_grid, report.print_grid),
+    "train_step": (measure_train_step, report.print_train_step),
+    "host_time": (measure_host_time, report.print_host_time),
+}
+
+
 def side_of(name: str, args: argparse.Namespace) -> sides.Side:
     if name == "flex" and args.quick and not args.peers_given:
         why = "left out by --quick, since it compiles for every shape; '--peers flex' takes it in"
@@ -161,12 +181,13 @@ def run(args: argparse.Namespace) -> report.Json:
     elif args.threads:
         torch.set_num_threads(args.threads)
     os.environ["TESSERA_NUM_THREADS"] = str(torch.get_num_threads())
-    all_sides = [sides.ours(args.kernel), *(side_of(name, args) for name in args.peers)]
-    kind = "train_step" if args.train_step else "grid"
+    kind = "host_time" if args.host_time else "train_step" if args.train_step else "grid"
+    peers = [] if args.host_time else args.peers  # its one peer is its own
+    all_sides = [sides.ours(args.kernel), *(side_of(name, args) for name in peers)]
     result = report.header(kind, all_sides, args.device, settings(args))
     report.print_header(result)
     begin = time.perf_counter()
-    (measure_train_step if args.train_step else measure_grid)(args, all_sides, result)
+    MEASURES[kind][0](args, all_sides, result)
     result["clocks"]["after"] = report.clocks(args.device)
     result["seconds"] = time.perf_counter() - begin
     return result
@@ -190,12 +211,11 @@ def main(argv: list[str] | None = None) -> int:
         result = run(args)
         stem = args.out / f"tessera-bench-{result['kind']}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
         report.write(result, stem.with_name(stem.name + ".json"))
-    is_grid = result["kind"] == "grid"
-    (report.print_grid if is_grid else report.print_train_step)(result)
+    MEASURES[result["kind"]][1](result)
     args.out.mkdir(parents=True, exist_ok=True)
     written = [] if args.load else [stem.with_name(stem.name + ".json")]
-    if not args.no_plots:
-        written += (plots.plot_grid if is_grid else plots.plot_train_step)(result, stem)
+    if not args.no_plots and result["kind"] in plots.PLOTS:
+        written += plots.PLOTS[result["kind"]](result, stem)
     for path in written:
         print(f"wrote {path}")
 

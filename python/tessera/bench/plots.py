@@ -116,3 +116,6 @@ def save(figure: object, stem: Path) -> list[Path]:
     for path in paths:
         figure.savefig(path, dpi=150)
     return paths
+
+
+PLOTS = {"grid": plot_grid, "train_step": plot_train_step}

@@ -269,6 +269,16 @@ def print_train_step(result: Json) -> None:
     notes.print()
 
 
+def print_host_time(result: Json) -> None:
+    rows = []
+    for each in result["host_time"]:
+        ours, sdpa = each["sides"][OURS], each["sides"]["sdpa"]
+        times = [f"{side['seconds'] * 1e6:.2f}" for side in (ours, sdpa)]
+        rows.append([each["device"], each["dtype"], *times, f"{sdpa['speedup']:.2f}"])
+    names = ["device", "dtype", "Tessera", "SDPA", "SDPA / Tessera"]
+    print_table("host time of a call, microseconds", names, rows)
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
@@ -287,6 +297,7 @@ def timings(result: Json) -> dict[str, dict[str, float]]:
     parts = {cell_name(cell): cell["sides"] for cell in result.get("cells", [])}
     if step := result.get("train_step"):
         parts[step["name"]] = step["sides"]
+    parts |= {each["name"]: each["sides"] for each in result.get("host_time", [])}
     return {name: {side: each["seconds"] for side, each in sides.items()} for name, sides in parts.items()}
 
 
