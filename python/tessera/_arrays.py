@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from tessera import _core
-from tessera._call import Options, output_shapes
+from tessera._call import TENSORS, Options, output_shapes
 
 FLOAT, INT, UINT, BFLOAT, OPAQUE = 2, 0, 1, 4, 3  # DLPack's dtype codes
 CPU = 1  # and device
@@ -100,14 +100,21 @@ def foreign_gpu_attention(
     has_streams = hasattr(namespace, "cuda")
     stream = namespace.cuda.get_current_stream().ptr if has_streams else 0
 
-    def capsule(x: Any) -> Any:
+    def capsule(name: str, x: Any) -> Any:
         if x is None:
             return None
+        if x.__dlpack_device__() != q.__dlpack_device__():
+            raise ValueError(f"{name}.device: {x.__dlpack_device__()}, expected q's {q.__dlpack_device__()}")
         if hasattr(x, "block_until_ready"):
             x.block_until_ready()
         return x.__dlpack__(stream=stream or LEGACY_STREAM)
 
-    _core.forward(*map(capsule, (q, k, v, out, lse)), tuple(map(capsule, tensors)), options, stream)
+    _core.forward(
+        *map(capsule, ("q", "k", "v", "o", "lse"), (q, k, v, out, lse)),
+        tuple(map(capsule, TENSORS, tensors)),
+        options,
+        stream,
+    )
     if not has_streams:
         _core.wait(index)
     return (out, lse) if return_lse else out

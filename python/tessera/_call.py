@@ -1,11 +1,12 @@
-"""The options of a call, as _core takes them.
-
-Those that are tensors are a tuple: alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k.
-"""
+"""The options of a call, as _core takes them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+
+# Those that are tensors: a tuple in this order.
+TENSORS = ("alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
 class Options(NamedTuple):

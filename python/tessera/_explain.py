@@ -8,9 +8,8 @@ from typing import Any
 
 import tessera
 from tessera import _arrays, _core
-from tessera._call import Options, alignment_is_top_left, output_shapes
+from tessera._call import TENSORS, Options, alignment_is_top_left, output_shapes
 
-TENSORS = ("alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 FLOAT32 = (_arrays.FLOAT, 32)
 
 

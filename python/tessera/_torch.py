@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tessera import _core
-from tessera._call import Options, output_shapes
+from tessera._call import TENSORS, Options, output_shapes
 
 # alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
 Tensors = tuple[
@@ -37,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Option
     q, k, v = whole_rows(q), whole_rows(k), whole_rows(v)
     bias, sinks = tensors[BIAS], tensors[SINKS]
     if torch.compiler.is_compiling() or is_watched() or not all(map(is_plain, (q, k, v, *tensors))):
-        out, lse, _ = forward_op(q, k, v, *tensors, *options)
+        out, lse = forward_op(q, k, v, drawn_seed(options), *tensors, *for_operator(options))
     elif torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, bias, sinks)
     ):
@@ -147,7 +147,29 @@ class Gradients(torch.autograd.Function):
         raise NotImplementedError("tessera.attention has no double backward: its gradients cannot be derived")
 
 
-# ---- torch.compile: the same as operators. An absent gradient is an empty tensor.
+# ---- For torch's dispatcher: the same as operators. An absent gradient is an empty tensor.
+#
+# A seed that is drawn is a tensor, for what torch.compile traces must not hold its value: on the CPU, where it is
+# read without waiting for a GPU. Without dropout there is none, and a graph is all on one device.
+
+
+def drawn_seed(options: Options) -> Tensor | None:
+    if not options.dropout_p or options.seed is not None:
+        return None
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+
+
+def for_operator(options: Options) -> Options:
+    """An operator's integers have a sign."""
+    seed = options.seed
+    return options if seed is None or seed < 2**63 else options._replace(seed=seed - 2**64)
+
+
+def from_operator(seed: Tensor | None, numbers: tuple) -> Options:
+    options = Options(*numbers)
+    if seed is not None:
+        return options._replace(seed=int(seed))
+    return options if options.seed is None else options._replace(seed=options.seed % 2**64)
 
 
 @torch.library.custom_op("tessera::attention_forward", mutates_args=())
@@ -155,6 +177,7 @@ def forward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    drawn_seed: Optional[Tensor],
     alibi_slopes: Optional[Tensor],
     bias: Optional[Tensor],
     sinks: Optional[Tensor],
@@ -174,25 +197,21 @@ def forward_op(
     max_seqlen_k: Optional[int],
     deterministic: bool,
     kernel: Optional[str],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, lse, and the seed of dropout, on the CPU."""
-    options = Options(
+) -> tuple[Tensor, Tensor]:
+    """The output and lse."""
+    numbers = (
         softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, seed,
         max_seqlen_q, max_seqlen_k, deterministic, kernel,
     )  # fmt: skip
     tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse, options = forward(q, k, v, tensors, options, True)
-    return out, lse, torch.tensor(options.seed or 0, dtype=torch.int64)
+    out, lse, _ = forward(q, k, v, tensors, from_operator(drawn_seed, numbers), True)
+    return out, lse
 
 
 @forward_op.register_fake
 def _(q, k, v, *_):  # noqa: ANN001, ANN002, ANN202
     shape, lse_shape = output_shapes(q.shape, v.shape)
-    return (
-        q.new_empty(shape),
-        q.new_empty(lse_shape, dtype=torch.float32),
-        torch.empty((), dtype=torch.int64, device="cpu"),
-    )
+    return q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("tessera::attention_backward", mutates_args=())
@@ -204,9 +223,9 @@ def backward_op(
     lse: Tensor,
     dout: Tensor,
     dlse: Optional[Tensor],
-    drawn_seed: Tensor,
     needs_dbias: bool,
     needs_dsinks: bool,
+    drawn_seed: Optional[Tensor],
     alibi_slopes: Optional[Tensor],
     bias: Optional[Tensor],
     sinks: Optional[Tensor],
@@ -221,23 +240,24 @@ def backward_op(
     top_left: bool,
     softcap: float,
     dropout_p: float,
+    seed: Optional[int],
     max_seqlen_q: Optional[int],
     max_seqlen_k: Optional[int],
     deterministic: bool,
     kernel: Optional[str],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = Options(
-        softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, int(drawn_seed),
+    numbers = (
+        softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, seed,
         max_seqlen_q, max_seqlen_k, deterministic, kernel,
     )  # fmt: skip
     tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    needs = (needs_dbias, needs_dsinks)
+    options, needs = from_operator(drawn_seed, numbers), (needs_dbias, needs_dsinks)
     dq, dk, dv, dbias, dsinks = backward(q, k, v, out, lse, dout, dlse, tensors, options, needs)
     return dq, dk, dv, q.new_empty(0) if dbias is None else dbias, q.new_empty(0) if dsinks is None else dsinks
 
 
 @backward_op.register_fake
-def _(q, k, v, out, lse, dout, dlse, drawn_seed, needs_dbias, needs_dsinks, alibi, bias, sinks, *_):  # noqa: ANN001, ANN002, ANN202
+def _(q, k, v, out, lse, dout, dlse, needs_dbias, needs_dsinks, seed, alibi, bias, sinks, *_):  # noqa: ANN001, ANN002, ANN202
     def like(x):  # noqa: ANN001, ANN202
         return x.new_empty(x.shape)
 
@@ -250,30 +270,29 @@ def _(q, k, v, out, lse, dout, dlse, drawn_seed, needs_dbias, needs_dsinks, alib
     )
 
 
+FIRST_TENSOR = 4  # among forward_op's inputs: after q, k, v and the seed
+
+
 def setup_context(ctx, inputs, output):  # noqa: ANN001, ANN201
     q, k, v, *rest = inputs
-    tensors, numbers = rest[:7], rest[7:]
-    out, lse, seed = output
-    ctx.save_for_backward(q, k, v, out, lse, seed, *tensors)
+    seed_and_tensors, numbers = rest[: 1 + len(TENSORS)], rest[1 + len(TENSORS) :]
+    ctx.save_for_backward(q, k, v, *output, *seed_and_tensors)
     ctx.numbers = numbers
     ctx.set_materialize_grads(False)
 
 
-def op_backward(ctx, dout, dlse, _):  # noqa: ANN001, ANN201
-    q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
+def op_backward(ctx, dout, dlse):  # noqa: ANN001, ANN201
+    q, k, v, out, lse, *seed_and_tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    needs = (ctx.needs_input_grad[3 + BIAS], ctx.needs_input_grad[3 + SINKS])
-    options = Options(*ctx.numbers)
-    numbers = [x for name, x in zip(Options._fields, options) if name != "seed"]
+    needs = (ctx.needs_input_grad[FIRST_TENSOR + BIAS], ctx.needs_input_grad[FIRST_TENSOR + SINKS])
     dq, dk, dv, dbias, dsinks = backward_op(
-        q, k, v, out, lse, dout, dlse, seed, *needs, *tensors, *numbers
+        q, k, v, out, lse, dout, dlse, *needs, *seed_and_tensors, *ctx.numbers
     )
-    none = (None,) * len(ctx.numbers)
-    return (
-        dq, dk, dv, None, dbias if needs[0] else None, dsinks if needs[1] else None, None, None, None, None,
-        *none,
-    )  # fmt: skip
+    grads = [None] * (len(ctx.needs_input_grad) - 3)
+    grads[FIRST_TENSOR - 3 + BIAS] = dbias if needs[0] else None
+    grads[FIRST_TENSOR - 3 + SINKS] = dsinks if needs[1] else None
+    return dq, dk, dv, *grads
 
 
 forward_op.register_autograd(op_backward, setup_context=setup_context)

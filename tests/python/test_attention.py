@@ -244,6 +244,35 @@ def test_compile_draws_dropout_anew():
     compiled = torch.compile(lambda q: tessera.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager")
     q = torch.randn(1, 32, 2, 16)
     assert not torch.equal(compiled(q), compiled(q))
+    torch.manual_seed(4)
+    first = compiled(q)
+    torch.manual_seed(4)
+    assert torch.equal(compiled(q), first)
+
+
+@pytest.mark.parametrize("seed", [3, 2**63 + 11, 2**64 - 1])
+def test_compile_with_a_seed(seed):
+    call = lambda q: tessera.attention(q, q, q, dropout_p=0.5, seed=seed)  # noqa: E731
+    q = torch.randn(1, 32, 2, 16, requires_grad=True)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), call(q))
+    assert torch.equal(torch.autograd.grad(compiled(q).sum(), q)[0], torch.autograd.grad(call(q).sum(), q)[0])
+
+
+@pytest.mark.gpu
+def test_compile_with_cuda_graphs():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+
+    def call(x):
+        return tessera.attention(x * 2, x, x, causal=True).float().sin()
+
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(compiled(x), call(x))
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
 def test_dispatch_modes_see_the_operators(device):
@@ -367,16 +396,18 @@ def test_opcheck():
 
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     bias, sinks = torch.randn(1, 2, 6, 6, requires_grad=True), torch.randn(2, requires_grad=True)
-    tail = (None, True, None, None, False, 0.0, 0.0, 7, None, None, False, None)
-    torch.library.opcheck(_torch.forward_op, (q, k, v, None, bias, sinks, None, None, None, None, *tail))
-    out, lse, seed = _torch.forward_op(q, k, v, None, bias, sinks, None, None, None, None, *tail)
-    tail = tail[:7] + tail[8:]
-    torch.library.opcheck(
-        _torch.backward_op,
-        (*(x.detach() for x in (q, k, v, out, lse, torch.randn_like(out))), None, seed, True, True,
-         None, bias.detach(), sinks.detach(), None, None, None, None, *tail),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
+    for drawn, dropout_p, seed in ((None, 0.0, None), (torch.tensor(5), 0.3, None), (None, 0.3, -7)):
+        tensors = (drawn, None, bias, sinks, None, None, None, None)
+        numbers = (None, True, None, None, False, 0.0, dropout_p, seed, None, None, False, None)
+        torch.library.opcheck(_torch.forward_op, (q, k, v, *tensors, *numbers))
+        out, lse = _torch.forward_op(q, k, v, *tensors, *numbers)
+        detached = [None if x is None else x.detach() for x in tensors]
+        torch.library.opcheck(
+            _torch.backward_op,
+            (*(x.detach() for x in (q, k, v, out, lse, torch.randn_like(out))), None, True, True, *detached,
+             *numbers),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
 
 
 def test_double_backward_says_no():

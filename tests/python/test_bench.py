@@ -264,6 +264,18 @@ def test_train_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert side["tokens_per_second"] == pytest.approx(64 / side["seconds"])
 
 
+def test_host_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--host-time", "--device", "cpu", "--turns", "2", "--out", str(tmp_path)]
+    assert bench.main(options) == 0
+    assert "host time of a call" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*host_time*.json")
+    cases = json.loads(path.read_text(encoding="utf-8"))["host_time"]
+    assert [case["dtype"] for case in cases] == ["fp32", "bf16"]
+    for case in cases:
+        assert 0 < case["sides"]["tessera"]["seconds"] < 1
+    assert bench.main(["--load", str(path), "--compare", str(path), "--out", str(tmp_path)]) == 0
+
+
 def test_train_step_calls_a_wrong_attention_wrong() -> None:
     def forgetful(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         return 100 * v
