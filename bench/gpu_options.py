@@ -32,7 +32,7 @@ GOALS = {  # of forward, its time by plain's; backward is for information
 Costs = dict[str, dict[str, dict[str, float]]]
 
 
-def option_calls(library: Library, kernel: str) -> dict[str, list[Ours]]:
+def option_calls(library: Library, kernel: str, directions: list[str]) -> dict[str, list[Ours]]:
     """Plain, and each option alone, at head_dim 128 and seqlen 4096; two sets."""
     batch, seqlen, heads, dim = 4, 4096, 16, 128
     cuda = {"device": "cuda"}
@@ -60,13 +60,13 @@ def option_calls(library: Library, kernel: str) -> dict[str, list[Ours]]:
             for tensor in ("q", "k", "v", "dout"):
                 setattr(data, tensor, getattr(data, tensor).flatten(0, 1))
             data.lse_shape = (heads, batch * seqlen)
-        calls[name] = [Ours(library, data, kernel=kernel, **options) for data in sets]
+        calls[name] = [Ours(library, data, directions, kernel=kernel, **options) for data in sets]
     return calls
 
 
 def option_costs(library: Library, kernel: str, directions: list[str], turns: int) -> Costs:
     """Backward is without dbias and dsinks."""
-    calls = option_calls(library, kernel)
+    calls = option_calls(library, kernel, directions)
     costs: Costs = {name: {} for name in calls if name != "plain"}
     for each in calls.values():
         for one in each:
@@ -83,30 +83,30 @@ def option_costs(library: Library, kernel: str, directions: list[str], turns: in
     return costs
 
 
-def workspaces(library: Library, kernel: str) -> list[dict[str, float]]:
+def workspaces(library: Library, kernel: str, directions: list[str]) -> list[dict[str, float]]:
     """Bytes beyond the tensors, at seqlen 4096; backward may have dq in float32, delta and 1 MB."""
     found = []
     for head_dim in HEAD_DIMS:
         heads = HIDDEN // head_dim
-        call = Ours(library, Data(TOKENS // 4096, 4096, heads, head_dim), kernel=kernel)
+        call = Ours(library, Data(TOKENS // 4096, 4096, heads, head_dim), directions, kernel=kernel)
         found.append(
             {
                 "head_dim": head_dim,
                 "forward": call.forward.workspace_bytes,
-                "backward": call.backward.workspace_bytes,
+                "backward": call.backward.workspace_bytes if call.backward else 0,
                 "backward_allowed": TOKENS * HIDDEN * 4 + TOKENS * heads * 4 + (1 << 20),
             }
         )
     return found
 
 
-def probe_jit(path: Path, kernel: str) -> None:
+def probe_jit(path: Path, kernel: str, directions: list[str]) -> None:
     """What this file does as a program, for jit_times(): the seconds that preparing takes, as JSON."""
     library = Library(path)
     torch.cuda.init()
     result = {}
-    for direction in DIRECTIONS:
-        call = getattr(Ours(library, Data(1, 512, 2, 128), kernel=kernel), direction)
+    for direction in directions:
+        call = getattr(Ours(library, Data(1, 512, 2, 128), directions, kernel=kernel), direction)
         begin = time.perf_counter()
         call.prepare()
         first = time.perf_counter()
@@ -123,13 +123,13 @@ def probe_jit(path: Path, kernel: str) -> None:
     print(json.dumps(result))
 
 
-def jit_times(path: Path, kernel: str) -> dict[str, object]:
+def jit_times(path: Path, kernel: str, directions: list[str]) -> dict[str, object]:
     """Compiled anew, then from the disk cache, in fresh processes without a pack."""
     times = {}
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"TESSERA_CACHE_DIR": folder, "TESSERA_PACK": "/nonexistent"}
         for name in ("cold", "cached"):
-            command = [sys.executable, __file__, str(path), kernel]
+            command = [sys.executable, __file__, str(path), kernel, *directions]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             lines = done.stdout.strip().splitlines()
             times[name] = json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr[-500:]}
@@ -185,4 +185,4 @@ def print_results(result: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    probe_jit(Path(sys.argv[1]), sys.argv[2])
+    probe_jit(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from tessera_ctypes import Call, Library
@@ -77,18 +77,24 @@ class Data:
 class Ours:
     """Tessera on one set."""
 
-    def __init__(self, library: Library, data: Data, **options: object) -> None:
+    def __init__(
+        self, library: Library, data: Data, directions: Iterable[str] = DIRECTIONS, **options: object
+    ) -> None:
         self.o = torch.empty_like(data.q)
-        self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (data.q, data.k, data.v))
         self.lse = torch.empty(data.lse_shape, device="cuda")
         made = library.options(**options)
         shared = {"q": data.q, "k": data.k, "v": data.v, "o": self.o, "lse": self.lse}
         self.forward: Call = library.forward(made, **shared)
-        self.backward: Call = library.backward(
-            made, **shared, dout=data.dout, dq=self.dq, dk=self.dk, dv=self.dv
-        )
+        self.backward: Call | None = None
+        if "backward" in directions:
+            self.grads = [torch.empty_like(t) for t in (data.q, data.k, data.v)]
+            named = dict(zip(("dq", "dk", "dv"), self.grads, strict=True))
+            self.backward = library.backward(made, **shared, dout=data.dout, **named)
 
     def results(self) -> list[torch.Tensor]:
+        """o, and the gradients if there are any."""
         self.forward.run()
+        if self.backward is None:
+            return [self.o]
         self.backward.run()
-        return [self.o, self.dq, self.dk, self.dv]
+        return [self.o, *self.grads]
