@@ -52,7 +52,7 @@ RULES = (
     Rule(
         "src/verify/",
         ("tessera/", "core/", "reference/", "verify/", "cuda/driver/driver.h"),
-        libraries=("nlohmann/",),
+        libraries=(),
     ),
     Rule("src/cpu/", ("tessera/", "core/", "cpu/"), libraries=("hwy/",)),
     # The driver knows nothing of attention, the plan nothing of CUDA.
@@ -70,7 +70,7 @@ RULES = (
     Rule(
         "src/dispatch/",
         ("tessera/", "core/", "dispatch/", "cpu/kernels.h", "cuda/launch/kernels.h"),
-        libraries=("nlohmann/",),
+        libraries=(),
     ),
     # api.cpp and c_api.cpp.
     Rule("src/", ("tessera/", "core/", "dispatch/", "cpu/")),

@@ -1,8 +1,9 @@
 // explain(): the cost of a problem and the answer of every kernel.
 #include <array>
-#include <cinttypes>
+#include <charconv>
+#include <cmath>
+#include <concepts>
 #include <cstdio>
-#include <nlohmann/json.hpp>
 
 #include "dispatch/dispatch.h"
 
@@ -108,6 +109,57 @@ std::string number(double value, const char* unit) {
   return text.data();
 }
 
+// ---- JSON, on one line: what explain needs of it, and no more.
+
+std::string json(std::string_view text) {
+  constexpr std::string_view special = "\"\\\b\f\n\r\t", letters = "\"\\bfnrt";
+  std::string quoted = "\"";
+  for (const char c : text) {
+    if (const std::size_t i = special.find(c); i != std::string_view::npos) {
+      quoted += {'\\', letters[i]};
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      std::array<char, 8> escape{};
+      std::snprintf(escape.data(), escape.size(), "\\u%04x", static_cast<unsigned>(c));
+      quoted += escape.data();
+    } else {
+      quoted += c;
+    }
+  }
+  return quoted + '"';
+}
+
+std::string json(std::integral auto value) { return std::to_string(value); }
+
+// As few digits as give the same double again, and a point or an exponent, so that it is read as one.
+std::string json(std::floating_point auto value) {
+  if (!std::isfinite(value)) return "null";
+  const auto size = std::abs(value);
+  const bool fixed = size == 0 || (size >= 1e-4 && size < 1e15);
+  std::array<char, 32> digits{};
+  const std::to_chars_result end =
+      std::to_chars(digits.data(), digits.data() + digits.size(), value,
+                    fixed ? std::chars_format::fixed : std::chars_format::scientific);
+  const std::string text(digits.data(), end.ptr);
+  return fixed && text.find('.') == std::string::npos ? text + ".0" : text;
+}
+
+class JsonObject {
+ public:
+  template <class Value>
+  JsonObject& add(const char* name, const Value& value) {
+    return add_text(name, json(value));
+  }
+  // The value is JSON already.
+  JsonObject& add_text(const char* name, const std::string& value) {
+    members_ += (members_.empty() ? "" : ",") + json(name) + ":" + value;
+    return *this;
+  }
+  [[nodiscard]] std::string text() const { return "{" + members_ + "}"; }
+
+ private:
+  std::string members_;
+};
+
 }  // namespace
 
 Result<Explanation> explain_problem(std::span<const Kernel> kernels, const Problem& problem,
@@ -168,29 +220,19 @@ std::string Explanation::to_string() const {
 }
 
 std::string Explanation::to_json() const {
-  nlohmann::ordered_json json;
-  json["kernel"] = kernel.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(kernel);
-  json["block_m"] = block_m;
-  json["block_n"] = block_n;
-  json["threads"] = threads;
-  json["flops"] = flops;
-  json["dense_flops"] = dense_flops;
-  json["bytes"] = bytes;
-  json["workspace"] = workspace;
-  if (registers > 0) {
-    json["registers"] = registers;
-    json["shared_memory"] = shared_memory;
-    json["occupancy"] = occupancy;
-  }
-  if (!cubin.empty()) {
-    json["cubin"] = cubin;
-    json["cubin_seconds"] = cubin_seconds;
-  }
-  json["refusals"] = nlohmann::ordered_json::array();
+  JsonObject object;
+  object.add_text("kernel", kernel.empty() ? "null" : json(kernel));
+  object.add("block_m", block_m).add("block_n", block_n).add("threads", threads);
+  object.add("flops", flops).add("dense_flops", dense_flops).add("bytes", bytes).add("workspace", workspace);
+  if (registers > 0)
+    object.add("registers", registers).add("shared_memory", shared_memory).add("occupancy", occupancy);
+  if (!cubin.empty()) object.add("cubin", cubin).add("cubin_seconds", cubin_seconds);
+  std::string list;
   for (const Refusal& refusal : refusals) {
-    json["refusals"].push_back({{"kernel", refusal.kernel}, {"reason", refusal.reason}});
+    list += list.empty() ? "" : ",";
+    list += JsonObject().add("kernel", refusal.kernel).add("reason", refusal.reason).text();
   }
-  return json.dump();
+  return object.add_text("refusals", "[" + list + "]").text();
 }
 
 }  // namespace tessera

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -311,6 +312,36 @@ TEST(Explain, TextOfAGpuKernel) {
   EXPECT_EQ(json["occupancy"], 0.125);
   EXPECT_EQ(json["cubin"], "cache");
   EXPECT_EQ(json["cubin_seconds"], 0.0125);
+}
+
+// Written by hand; nlohmann-json is its judge, to the letter.
+TEST(Explain, JsonIsAsAnotherWritesIt) {
+  Explanation explanation;
+  explanation.kernel = "a\"b\\c\n\t\r\b\f\x01\x1f\x7f µ";
+  explanation.block_m = std::numeric_limits<std::int64_t>::min();
+  explanation.workspace = std::numeric_limits<std::size_t>::max();
+  explanation.registers = 1;
+  explanation.cubin = "pack";
+  const auto check = [&] {
+    const std::string text = explanation.to_json();
+    const auto json = nlohmann::ordered_json::parse(text);
+    EXPECT_EQ(text, json.dump());
+    EXPECT_EQ(json["kernel"], explanation.kernel);
+    EXPECT_EQ(json["flops"], explanation.flops);
+    EXPECT_TRUE(json["flops"].is_number_float());
+  };
+  check();
+  explanation.refusals = {{"x", ""}, {"y", "no"}};
+  for (const double flops :
+       {-0.0, 1.0, 1.0 / 3, 1e-4, 9.99e-5, 1e-300, 999999999999999.0, 1e15, 1e16, 123456.75, 4e18,
+        std::numeric_limits<double>::max(), std::numeric_limits<double>::denorm_min()}) {
+    explanation.flops = flops;
+    check();
+    explanation.flops = -flops;
+    check();
+  }
+  explanation.flops = std::numeric_limits<double>::infinity();
+  EXPECT_TRUE(nlohmann::json::parse(explanation.to_json())["flops"].is_null());
 }
 
 // --- the real list ---
