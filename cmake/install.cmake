@@ -21,7 +21,10 @@ install(FILES ${PROJECT_BINARY_DIR}/tessera-config.cmake ${PROJECT_BINARY_DIR}/t
 # A static library hands the libraries it needs on to whoever links it.
 set(pc_private_libs "-pthread -lstdc++")
 if(TESSERA_CUDA)
-  string(APPEND pc_private_libs " -lzstd -ldl")
+  string(APPEND pc_private_libs " -ldl")
+  if(NOT TARGET tessera_zstd)
+    string(APPEND pc_private_libs " -lzstd")
+  endif()
 endif()
 if(BUILD_SHARED_LIBS)
   set(pc_libs "-ltessera")

@@ -1,6 +1,4 @@
 # The GPU backend. libcuda and libnvrtc are opened at run time: nothing of CUDA is needed here.
-find_path(ZSTD_INCLUDE_DIR zstd.h REQUIRED)
-find_library(ZSTD_LIBRARY zstd REQUIRED)
 include(${CMAKE_CURRENT_LIST_DIR}/embed.cmake)
 
 set(cuda_driver_sources
@@ -32,4 +30,7 @@ target_include_directories(tessera_cuda SYSTEM PRIVATE ${ZSTD_INCLUDE_DIR})
 target_link_libraries(tessera_cuda PRIVATE tessera_warnings)
 target_compile_definitions(tessera_objects PRIVATE TESSERA_CUDA)
 list(APPEND objects $<TARGET_OBJECTS:tessera_cuda>)
+if(TARGET tessera_zstd)
+  list(APPEND objects $<TARGET_OBJECTS:tessera_zstd>)
+endif()
 list(APPEND tessera_libraries ${ZSTD_LIBRARY} ${CMAKE_DL_LIBS})
