@@ -2,9 +2,10 @@
 #
 #   tessera_pinned(result NAME name VERSION version URL url SHA256 hash FOLDER folder FILES file... INSTEAD text)
 #
-# result: the path of FOLDER, a folder of the archive, with FILES (files or folders) in it. It is .cache/<name>-<version>
-# of the source tree where that has them; else the archive is downloaded, and FILES are unpacked into the build folder.
-# INSTEAD says how to do without the download, where it fails.
+# result: the path of FOLDER, a folder of the archive, with FILES (files or folders) in it. It is in <name>-<version> in
+# the source tree's .cache, or in TESSERA_ARCHIVES; where neither has it, the archive is downloaded and FILES are unpacked
+# into the latter. INSTEAD says how to do without the download, where it fails.
+set(TESSERA_ARCHIVES ${PROJECT_BINARY_DIR} CACHE PATH "The folder into which archives are downloaded")
 
 # The first of the files that dir lacks; empty: it has all.
 function(tessera_missing result dir)
@@ -39,7 +40,7 @@ endfunction()
 function(tessera_pinned result)
   cmake_parse_arguments(PARSE_ARGV 1 pin "" "NAME;VERSION;URL;SHA256;FOLDER;INSTEAD" "FILES")
   set(name ${pin_NAME}-${pin_VERSION})
-  foreach(place ${PROJECT_SOURCE_DIR}/.cache ${PROJECT_BINARY_DIR})
+  foreach(place ${PROJECT_SOURCE_DIR}/.cache ${TESSERA_ARCHIVES})
     tessera_missing(missing ${place}/${name}/${pin_FOLDER} ${pin_FILES})
     if(NOT missing)
       set(${result} ${place}/${name}/${pin_FOLDER} PARENT_SCOPE)
@@ -48,7 +49,7 @@ function(tessera_pinned result)
   endforeach()
 
   message(STATUS "Downloading ${pin_URL}")
-  set(dir ${PROJECT_BINARY_DIR}/${name})
+  set(dir ${TESSERA_ARCHIVES}/${name})
   tessera_download(failure ${pin_URL} ${pin_SHA256} ${dir}.archive)
   if(NOT failure)
     list(TRANSFORM pin_FILES PREPEND ${pin_FOLDER}/ OUTPUT_VARIABLE patterns)
