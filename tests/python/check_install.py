@@ -2,9 +2,9 @@
 
 python check_install.py [--torch] [--cubin ORIGIN]
 
-Needs NumPy and nothing else, so that it runs where there is no pytest and no PyTorch; --torch wants PyTorch, too.
---cubin says where the kernels of a GPU must come from: "pack", "compiled" or "cache". The GPU is made up, by the
-driver that TESSERA_CUDA_DRIVER names (tests/cuda/fake_cuda.cpp).
+Needs NumPy and nothing else, so that it runs where there is no pytest and no PyTorch; --torch wants PyTorch.
+--cubin says where the kernels of a GPU must come from: "pack", "compiled" or "cache". The GPU is made up, by
+the driver that TESSERA_CUDA_DRIVER names (tests/cuda/fake_cuda.cpp).
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class OnGpu:
     def __init__(self, shape: tuple[int, ...], address: int, device: int) -> None:
         self.shape = shape
         self.extents = (ctypes.c_int64 * len(shape))(*shape)
-        self.tensor = self.Tensor(address, 2, device, len(shape), 4, 16, 1, self.extents)  # 2: CUDA, 4: bfloat
+        self.tensor = self.Tensor(
+            address, 2, device, len(shape), 4, 16, 1, self.extents
+        )  # 2: CUDA, 4: bfloat
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, self.tensor.device_id)

@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, plain NumPy, one query head at a time: what the package is judged by."""
+"""Attention and its gradients in float64, plain NumPy, one query head at a time: the package's judge."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def visible(seqlen_q, seqlen_k, *, causal, window, top_left):
 
 
 def attention(
-    q, k, v, *, causal=False, window=(None, None), softmax_scale=None, softcap=0.0, alibi_slopes=None, bias=None,
-    sinks=None, causal_alignment="bottom-right", dout=None, dlse=None,
+    q, k, v, *, causal=False, window=(None, None), softmax_scale=None, softcap=0.0, alibi_slopes=None,
+    bias=None, sinks=None, causal_alignment="bottom-right", dout=None, dlse=None,
 ):  # fmt: skip
     """Dense tensors (batch, seqlen, heads, dim). The output, lse, and with dout a dict of gradients."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -44,7 +44,9 @@ def attention(
     seqlen_k, heads_k, dim_v = k.shape[1], k.shape[2], v.shape[-1]
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     top_left = causal_alignment == "top-left"
-    wide = None if bias is None else np.broadcast_to(bias, (batch, heads, seqlen_q, seqlen_k)).astype(np.float64)
+    wide = (
+        None if bias is None else np.broadcast_to(bias, (batch, heads, seqlen_q, seqlen_k)).astype(np.float64)
+    )
     mask = visible(seqlen_q, seqlen_k, causal=causal, window=window, top_left=top_left)
     out, lse = np.zeros((batch, seqlen_q, heads, dim_v)), np.zeros((batch, heads, seqlen_q))
     grads = {"q": np.zeros_like(q), "k": np.zeros_like(k), "v": np.zeros_like(v)}

@@ -48,7 +48,9 @@ def judge(device, dtype, seed=0, batch=2, seqlen_q=17, seqlen_k=23, heads=4, hea
     extra = {}
     if bias is not None:
         extent = (batch, heads, seqlen_q, seqlen_k)
-        extra["bias"] = normal(*(n if c != "1" else 1 for c, n in zip(bias, extent)), kind=torch.float32)
+        extra["bias"] = normal(
+            *(n if c != "1" else 1 for c, n in zip(bias, extent, strict=True)), kind=torch.float32
+        )
     if sinks:
         extra["sinks"] = normal(heads, kind=torch.float32)
     slopes = {"alibi_slopes": normal(heads, kind=torch.float32, grad=False).abs()} if alibi else {}
@@ -63,7 +65,7 @@ def judge(device, dtype, seed=0, batch=2, seqlen_q=17, seqlen_k=23, heads=4, hea
     )  # fmt: skip
     close(out, expected_out, dtype, "out")
     close(lse, expected_lse, dtype, "lse")
-    for name, grad in zip(inputs, grads):
+    for name, grad in zip(inputs, grads, strict=True):
         assert grad.dtype == inputs[name].dtype
         close(grad, expected[name], dtype, f"d{name}")
 
@@ -132,7 +134,7 @@ def test_packed_is_each_sequence_alone(device):
         )  # fmt: skip
         close(out[rows], expected[0], dtype)
         close(lse[:, rows], expected_lse[0], dtype)
-        for grad, name, at in zip(grads, "qkv", (rows, keys, keys)):
+        for grad, name, at in zip(grads, "qkv", (rows, keys, keys), strict=True):
             close(grad[at], expected_grads[name][0], dtype, name)
 
 
@@ -174,7 +176,9 @@ def test_lse_alone_has_a_gradient():
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     lse = tessera.attention(q, k, v, return_lse=True)[1]
     dq, dv = torch.autograd.grad(lse.sum(), (q, v))
-    expected = oracle.attention(numbers(q), numbers(k), numbers(v), dout=np.zeros((1, 6, 2, 8)), dlse=np.ones((1, 2, 6)))
+    expected = oracle.attention(
+        numbers(q), numbers(k), numbers(v), dout=np.zeros((1, 6, 2, 8)), dlse=np.ones((1, 2, 6))
+    )
     close(dq, expected[2]["q"], torch.float32)
     assert (dv == 0).all()
 
@@ -219,7 +223,9 @@ def test_autocast(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         out = tessera.attention(q, k, v)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out, tessera.attention(q.bfloat16(), k.bfloat16(), v.bfloat16()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        out, tessera.attention(q.bfloat16(), k.bfloat16(), v.bfloat16()), rtol=0, atol=0
+    )
 
 
 def test_compile_has_one_graph(device):
@@ -231,17 +237,22 @@ def test_compile_has_one_graph(device):
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     x = [torch.randn(2, 7, 4, 16, device=device).to(dtype).requires_grad_() for _ in range(3)]
-    x += [torch.randn(1, 4, 7, 7, device=device).requires_grad_(), torch.randn(4, device=device).requires_grad_()]
+    x += [
+        torch.randn(1, 4, 7, 7, device=device).requires_grad_(),
+        torch.randn(4, device=device).requires_grad_(),
+    ]
     expected, actual = call(*x), compiled(*x)
-    for a, b in zip(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
-    total = lambda y: y[0].float().sum() + y[1].sum()  # noqa: E731
-    for a, b in zip(torch.autograd.grad(total(actual), x), torch.autograd.grad(total(expected), x)):
+    grads = [torch.autograd.grad(y[0].float().sum() + y[1].sum(), x) for y in (actual, expected)]
+    for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_compile_draws_dropout_anew():
-    compiled = torch.compile(lambda q: tessera.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda q: tessera.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager"
+    )
     q = torch.randn(1, 32, 2, 16)
     assert not torch.equal(compiled(q), compiled(q))
     torch.manual_seed(4)
@@ -377,8 +388,13 @@ def test_graphs_and_streams():
 def test_a_training_step_in_a_graph():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    x = [torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    step = lambda: torch.autograd.grad(tessera.attention(*x, causal=True, deterministic=True).float().sum(), x)  # noqa: E731
+    x = [
+        torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
+
+    def step():
+        return torch.autograd.grad(tessera.attention(*x, causal=True, deterministic=True).float().sum(), x)
+
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         expected = step()
@@ -387,7 +403,7 @@ def test_a_training_step_in_a_graph():
     with torch.cuda.graph(graph):
         grads = step()
     graph.replay()
-    for actual, wanted in zip(grads, expected):
+    for actual, wanted in zip(grads, expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
@@ -480,7 +496,8 @@ def test_signature():
     assert list(parameters)[:3] == ["q", "k", "v"]
     assert {n: p.default for n, p in parameters.items() if n not in "qkv"} == {
         "causal": False, "window": (None, None), "softmax_scale": None, "softcap": 0.0, "alibi_slopes": None,
-        "bias": None, "sinks": None, "dropout_p": 0.0, "seed": None, "cu_seqlens_q": None, "cu_seqlens_k": None,
-        "max_seqlen_q": None, "max_seqlen_k": None, "seqused_q": None, "seqused_k": None,
-        "causal_alignment": "bottom-right", "deterministic": False, "return_lse": False, "kernel": None,
+        "bias": None, "sinks": None, "dropout_p": 0.0, "seed": None, "cu_seqlens_q": None,
+        "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None, "seqused_q": None,
+        "seqused_k": None, "causal_alignment": "bottom-right", "deterministic": False, "return_lse": False,
+        "kernel": None,
     }  # fmt: skip

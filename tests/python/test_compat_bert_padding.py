@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
-
 from tessera.compat import bert_padding
+from torch import Tensor
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 1, 0, 1, 0]])
 

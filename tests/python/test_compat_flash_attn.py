@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
 import tessera
+import torch
 from tessera.compat import bert_padding
 from tessera.compat import flash_attn as fa
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # ---- Signatures: every parameter of flash-attn 2.8 with its default; `...` where it has none.
 
@@ -369,9 +368,7 @@ def packed_args() -> tuple[Tensor, Tensor, int, int]:
 def test_varlen(case: str) -> None:
     options = CASES[case]
     check(
-        lambda q, k, v: fa.flash_attn_varlen_func(
-            q, k, v, *packed_args(), **options, return_attn_probs=True
-        ),
+        lambda q, k, v: fa.flash_attn_varlen_func(q, k, v, *packed_args(), **options, return_attn_probs=True),
         lambda q, k, v: packed_reference(q, k, v, LENGTHS_Q, LENGTHS_K, **for_reference(options)),
         [
             random(sum(LENGTHS_Q), HEADS, 32, seed=31),
@@ -388,9 +385,7 @@ def test_varlen_kvpacked(case: str) -> None:
         lambda q, kv: fa.flash_attn_varlen_kvpacked_func(
             q, kv, *packed_args(), **options, return_attn_probs=True
         ),
-        lambda q, kv: packed_reference(
-            q, kv[:, 0], kv[:, 1], LENGTHS_Q, LENGTHS_K, **for_reference(options)
-        ),
+        lambda q, kv: packed_reference(q, kv[:, 0], kv[:, 1], LENGTHS_Q, LENGTHS_K, **for_reference(options)),
         [random(sum(LENGTHS_Q), HEADS, 32, seed=34), random(sum(LENGTHS_K), 2, 3, 32, seed=35)],
     )
 
@@ -413,9 +408,7 @@ def test_varlen_slopes_of_each_sequence() -> None:
         lambda q, kv: fa.flash_attn_varlen_kvpacked_func(
             q, kv, *packed_args(), alibi_slopes=slopes, return_attn_probs=True
         ),
-        lambda q, kv: packed_reference(
-            q, kv[:, 0], kv[:, 1], LENGTHS_Q, LENGTHS_K, alibi_slopes=slopes
-        ),
+        lambda q, kv: packed_reference(q, kv[:, 0], kv[:, 1], LENGTHS_Q, LENGTHS_K, alibi_slopes=slopes),
         [random(sum(LENGTHS_Q), HEADS, 32, seed=37), random(sum(LENGTHS_K), 2, 3, 32, seed=38)],
     )
 

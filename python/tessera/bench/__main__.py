@@ -61,7 +61,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     step.add_argument("--batch", type=int, help="default 4, on a CPU 2")
 
     parser.add_argument(
-        "--host-time", action="store_true", help="time what a tiny call costs the host, on the CPU and the GPU"
+        "--host-time",
+        action="store_true",
+        help="time what a tiny call costs the host, on the CPU and the GPU",
     )
 
     then = parser.add_argument_group("then and now")
