@@ -340,7 +340,12 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     begin = time.perf_counter()
     libraries = {each: Library(file) for each, file in args.libraries.items()}
-    result: dict[str, object] = {"machine": machine(), "kernel": args.kernel, "against": args.against, "turns": args.turns}
+    result: dict[str, object] = {
+        "machine": machine(),
+        "kernel": args.kernel,
+        "against": args.against,
+        "turns": args.turns,
+    }
     print(f"{result['machine']['device']}, PyTorch {torch.__version__}, {args.kernel}, {args.turns} turns")
 
     cells: list[Cell] = []
