@@ -94,12 +94,13 @@ def attention(
     """
     left, right = window
     top_left = causal_alignment != "bottom-right" and alignment_is_top_left(causal_alignment)
-    if not (_meet_torch() if _is_compiling is None else _is_compiling()):
+    compiling = _meet_torch() if _is_compiling is None else _is_compiling()
+    if not compiling:
         done = _core.simple_attention(
             q, k, v,
             alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            softmax_scale, causal, left, right, top_left, softcap, dropout_p, seed, max_seqlen_q, max_seqlen_k,
-            deterministic, kernel,
+            softmax_scale, causal, left, right, top_left, softcap, dropout_p, seed, max_seqlen_q,
+            max_seqlen_k, deterministic, kernel,
             return_lse,
         )  # fmt: skip
         if done is not NotImplemented:
@@ -109,7 +110,8 @@ def attention(
         deterministic, kernel,
     )  # fmt: skip
     tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if hasattr(q, "requires_grad"):  # PyTorch's, and no other library's
+    # PyTorch's, and no other library's. Before 2.5, torch.compile cannot be asked for the attribute.
+    if compiling or hasattr(q, "requires_grad"):
         from tessera import _torch
 
         return _torch.attention(q, k, v, tensors, options, return_lse)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
 # Those that are tensors: a tuple in this order.
 TENSORS = ("alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -34,9 +33,7 @@ def alignment_is_top_left(alignment: str) -> bool:
     raise ValueError(f"causal_alignment: {alignment!r}, expected 'bottom-right' or 'top-left'")
 
 
-def output_shapes(
-    q: tuple[int, ...], v: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def output_shapes(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the output and of lse."""
     if len(q) not in (3, 4):
         raise ValueError(

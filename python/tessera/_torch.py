@@ -1,12 +1,11 @@
 """attention() for PyTorch: autograd, torch.compile, autocast.
 
-In eager mode a call goes straight to _core, with gradients through an autograd.Function: custom operators cost
-some ten microseconds more. Where torch's dispatcher has to see it - under torch.compile and dispatch modes, and
-for subclasses of tensors - it goes through two custom operators, which have fakes.
+In eager mode a call goes straight to _core, with gradients through an autograd.Function: custom operators
+cost some ten microseconds more. Where torch's dispatcher has to see it - under torch.compile and dispatch
+modes, and for subclasses of tensors - it goes through two custom operators, which have fakes.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: before 2.5, PyTorch reads the operators' annotations as they stand.
 from typing import Any, Optional
 
 import torch
@@ -38,9 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Option
     bias, sinks = tensors[BIAS], tensors[SINKS]
     if torch.compiler.is_compiling() or is_watched() or not all(map(is_plain, (q, k, v, *tensors))):
         out, lse = forward_op(q, k, v, drawn_seed(options), *tensors, *for_operator(options))
-    elif torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, bias, sinks)
-    ):
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)):
         out, lse = Attention.apply(q, k, v, bias, sinks, tensors, options)
     else:
         out, lse, _ = forward(q, k, v, tensors, options, return_lse)
@@ -67,7 +64,7 @@ def is_plain(x: Tensor | None) -> bool:
 
 def is_watched() -> bool:
     """Whether a dispatch mode is active, such as a fake one or a counter of FLOPs."""
-    return torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def draw_seed() -> int:
@@ -143,14 +140,14 @@ class Gradients(torch.autograd.Function):
         return backward(q, k, v, out, lse, dout, dlse, tensors, options, needs)
 
     @staticmethod
-    def backward(ctx, *grads):  # noqa: ANN001, ANN205
+    def backward(ctx, *grads):  # noqa: ANN001, ANN002, ANN205
         raise NotImplementedError("tessera.attention has no double backward: its gradients cannot be derived")
 
 
 # ---- For torch's dispatcher: the same as operators. An absent gradient is an empty tensor.
 #
-# A seed that is drawn is a tensor, for what torch.compile traces must not hold its value: on the CPU, where it is
-# read without waiting for a GPU. Without dropout there is none, and a graph is all on one device.
+# A seed that is drawn is a tensor, for what torch.compile traces must not hold its value: on the CPU, where
+# it is read without waiting for a GPU. Without dropout there is none, and a graph is all on one device.
 
 
 def drawn_seed(options: Options) -> Tensor | None:
@@ -253,7 +250,13 @@ def backward_op(
     tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     options, needs = from_operator(drawn_seed, numbers), (needs_dbias, needs_dsinks)
     dq, dk, dv, dbias, dsinks = backward(q, k, v, out, lse, dout, dlse, tensors, options, needs)
-    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias, q.new_empty(0) if dsinks is None else dsinks
+    return (
+        dq,
+        dk,
+        dv,
+        q.new_empty(0) if dbias is None else dbias,
+        q.new_empty(0) if dsinks is None else dsinks,
+    )
 
 
 @backward_op.register_fake
@@ -273,7 +276,7 @@ def _(q, k, v, out, lse, dout, dlse, needs_dbias, needs_dsinks, seed, alibi, bia
 FIRST_TENSOR = 4  # among forward_op's inputs: after q, k, v and the seed
 
 
-def setup_context(ctx, inputs, output):  # noqa: ANN001, ANN201
+def setup_context(ctx, inputs, output):  # noqa: ANN001, ANN202
     q, k, v, *rest = inputs
     seed_and_tensors, numbers = rest[: 1 + len(TENSORS)], rest[1 + len(TENSORS) :]
     ctx.save_for_backward(q, k, v, *output, *seed_and_tensors)
@@ -281,7 +284,7 @@ def setup_context(ctx, inputs, output):  # noqa: ANN001, ANN201
     ctx.set_materialize_grads(False)
 
 
-def op_backward(ctx, dout, dlse):  # noqa: ANN001, ANN201
+def op_backward(ctx, dout, dlse):  # noqa: ANN001, ANN202
     q, k, v, out, lse, *seed_and_tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
