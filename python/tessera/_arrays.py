@@ -69,10 +69,9 @@ def foreign_attention(q: Any, k: Any, v: Any, tensors: tuple, options: Options, 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not hasattr(x, "__dlpack_device__"):
             raise ValueError(f"{name}: {type(x).__name__}, expected an array that speaks DLPack")
-    device, index = q.__dlpack_device__()
-    namespace = q.__array_namespace__()
+    device, _ = q.__dlpack_device__()
     if device != CPU:
-        return foreign_gpu_attention(namespace, index, q, k, v, tensors, options, return_lse)
+        return foreign_gpu_attention(q, k, v, tensors, options, return_lse)
     import numpy as np
 
     # Through NumPy, and into a new array: JAX's are not written to by anyone but JAX.
@@ -84,21 +83,28 @@ def foreign_attention(q: Any, k: Any, v: Any, tensors: tuple, options: Options, 
         options,
         return_lse,
     )
-    return tuple(map(namespace.asarray, out)) if return_lse else namespace.asarray(out)
+    asarray = q.__array_namespace__().asarray
+    return tuple(map(asarray, out)) if return_lse else asarray(out)
 
 
-def foreign_gpu_attention(
-    namespace: Any, index: int, q: Any, k: Any, v: Any, tensors: tuple, options: Options, return_lse: bool
-) -> Any:
+def foreign_gpu_attention(q: Any, k: Any, v: Any, tensors: tuple, options: Options, return_lse: bool) -> Any:
     """Into arrays that the library has just made.
 
-    On CuPy's current stream. A library without such a thing, as JAX, waits until the result is there.
+    On CuPy's current stream. With others, such as JAX, it waits until the result is there.
     """
     shape, lse_shape = output_shapes(q.shape, v.shape)
-    out = namespace.empty(shape, dtype=q.dtype, device=q.device)
-    lse = namespace.empty(lse_shape, dtype=namespace.float32, device=q.device) if return_lse else None
-    has_streams = hasattr(namespace, "cuda")
-    stream = namespace.cuda.get_current_stream().ptr if has_streams else 0
+    _, index = q.__dlpack_device__()
+    has_streams = type(q).__module__.partition(".")[0] == "cupy"
+    if has_streams:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(index):
+            stream = cupy.cuda.get_current_stream().ptr
+            out = cupy.empty(shape, q.dtype)
+            lse = cupy.empty(lse_shape, "float32") if return_lse else None
+    else:
+        stream, library = 0, q.__array_namespace__()
+        out = library.empty(shape, dtype=q.dtype, device=q.device)
+        lse = library.empty(lse_shape, dtype="float32", device=q.device) if return_lse else None
 
     def capsule(name: str, x: Any) -> Any:
         if x is None:
