@@ -226,6 +226,7 @@ __device__ void forward(const AttentionParams& params) {
         for (int i = 0; i < m; ++i) softmax.exponentiate(s[i][j], i, factor_of...);
       }
     };
+    const auto shrink = [&](int i, int half, float by) { softmax.shrink_rows(acc_o, i, half, by); };
     bool capped = false;
     if constexpr (terms.caps_in_exponent) {
       const tile::CapInExponent cap(params);
@@ -239,7 +240,7 @@ __device__ void forward(const AttentionParams& params) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) maximum[i][half] *= cap.factor(maximum[i][half]);
         }
-        softmax.follow(maximum, acc_o, 1.0f);
+        softmax.follow(maximum, 1.0f, shrink);
         exponentiate([&](float x) { return cap.factor(x); });
       }
     }
@@ -251,7 +252,7 @@ __device__ void forward(const AttentionParams& params) {
           },
           [](int, int, float) {});
       hide();
-      softmax.prepare(s, acc_o, scale_log2);
+      softmax.prepare(s, scale_log2, shrink);
       exponentiate();
     }
     if constexpr (has(C.terms, Terms::dropout)) terms.drop(s, shared.kept);

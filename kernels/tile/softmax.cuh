@@ -44,12 +44,22 @@ struct Softmax {
     }
   }
 
-  // Moves the references to the maxima of a block where they call for it, and acc_o and row_sum with them.
-  // What a row's exponentials need then lies in factor and offset: p = 2^(factor * s - offset).
+  // What rows of acc_o are multiplied by: half 0 or 1 of the i-th.
   template <int nv>
-  __device__ __forceinline__ void follow(const float (&maximum)[m][2], FragmentC (&acc_o)[m][nv],
-                                         float scale) {
-    float shrink[m][2];
+  static __device__ __forceinline__ void shrink_rows(FragmentC (&acc_o)[m][nv], int i, int half, float by) {
+#pragma unroll
+    for (int j = 0; j < nv; ++j) {
+      acc_o[i][j][half * 2] *= by;
+      acc_o[i][j][half * 2 + 1] *= by;
+    }
+  }
+
+  // Moves the references to the maxima of a block where they call for it, and row_sum with them. If one of
+  // the warp's has moved, shrink(i, half, by) hears what acc_o's rows are to be multiplied by. What a row's
+  // exponentials need then lies in factor and offset: p = 2^(factor * s - offset).
+  template <class Shrink>
+  __device__ __forceinline__ void follow(const float (&maximum)[m][2], float scale, const Shrink& shrink) {
+    float by[m][2];
     bool moved = false;
     factor = scale;
 #pragma unroll
@@ -57,10 +67,10 @@ struct Softmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float before = reference[i][half], most = maximum[i][half];
-        shrink[i][half] = 1.0f;
+        by[i][half] = 1.0f;
         if ((most - before) * scale > slack) {  // from -inf to anything, too
           // A row that has seen nothing has no sum: any factor will do, but not NaN.
-          shrink[i][half] = before == -ptx::infinity ? 0.0f : ptx::exp2((before - most) * scale);
+          by[i][half] = before == -ptx::infinity ? 0.0f : ptx::exp2((before - most) * scale);
           reference[i][half] = most;
           moved = true;
         }
@@ -73,23 +83,19 @@ struct Softmax {
       for (int i = 0; i < m; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          row_sum[i][half] *= shrink[i][half];
-#pragma unroll
-          for (int j = 0; j < nv; ++j) {
-            acc_o[i][j][half * 2] *= shrink[i][half];
-            acc_o[i][j][half * 2 + 1] *= shrink[i][half];
-          }
+          row_sum[i][half] *= by[i][half];
+          shrink(i, half, by[i][half]);
         }
       }
     }
   }
 
   // Before a block's exponentials.
-  template <int n, int nv>
-  __device__ __forceinline__ void prepare(FragmentC (&s)[m][n], FragmentC (&acc_o)[m][nv], float scale) {
+  template <int n, class Shrink>
+  __device__ __forceinline__ void prepare(FragmentC (&s)[m][n], float scale, const Shrink& shrink) {
     float maximum[m][2];
     maxima(s, maximum);
-    follow(maximum, acc_o, scale);
+    follow(maximum, scale, shrink);
     // One multiply-add an element, unless the scores are so large that the rounding of reference * scale
     // would show: then the difference first, which is exact.
     bool large = false;
