@@ -15,7 +15,8 @@ set(cuda_driver_sources
   cuda/driver/nvrtc_api.cpp
   cuda/driver/pack.cpp
   cuda/driver/ptxas_log.cpp
-  cuda/driver/sha256.cpp)
+  cuda/driver/sha256.cpp
+  cuda/driver/tensor_map.cpp)
 set(cuda_plan_sources
   cuda/plan/pack.cpp
   cuda/plan/plan.cpp)

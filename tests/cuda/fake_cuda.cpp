@@ -182,6 +182,19 @@ int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned thre
   std::memcpy(&control.param, params[0], sizeof(control.param));
   return success;
 }
+int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* data, const unsigned long long* extents,
+                           const unsigned long long* strides, const unsigned* box, const unsigned*, int, int,
+                           int, int) {
+  if (reinterpret_cast<unsigned long long>(map) % 64 != 0 ||
+      reinterpret_cast<unsigned long long>(data) % 16 != 0)
+    return invalid_value;
+  for (unsigned i = 0; i < rank; ++i) {
+    if (extents[i] == 0 || box[i] == 0 || box[i] > 256) return invalid_value;
+    if (i > 0 && strides[i - 1] % 16 != 0) return invalid_value;
+  }
+  std::memset(map, 0, 128);
+  return success;
+}
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int threads, std::size_t) {
   *blocks = 2048 / threads;
   return success;

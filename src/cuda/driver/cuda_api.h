@@ -43,6 +43,13 @@ inline constexpr int max_shared_memory_per_block_optin = 97;
 // CUfunction_attribute
 inline constexpr int max_dynamic_shared_size_bytes = 8;
 
+// CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion and -FloatOOBfill
+inline constexpr int tensor_map_uint16 = 1;
+inline constexpr int tensor_map_interleave_none = 0;
+inline constexpr int tensor_map_swizzle_64b = 2, tensor_map_swizzle_128b = 3;
+inline constexpr int tensor_map_promotion_256b = 3;
+inline constexpr int tensor_map_fill_zeros = 0;
+
 // CUstreamCaptureMode
 inline constexpr int capture_mode_relaxed = 2;
 
@@ -72,6 +79,10 @@ struct CudaApi {
                             CuStream stream, void** params, void** extra);
   CuResult (*occupancy)(int* blocks, CuFunction function, int threads, std::size_t dynamic_shared);
   CuResult (*exchange_capture_mode)(int* mode);
+  CuResult (*tensor_map_encode)(void* map, int type, unsigned rank, void* data,
+                                const unsigned long long* extents, const unsigned long long* strides,
+                                const unsigned* box, const unsigned* element_strides, int interleave,
+                                int swizzle, int promotion, int fill);  // CUDA 12; null before
   CuResult (*mem_alloc)(CuPointer* data, std::size_t bytes);
   CuResult (*mem_free)(CuPointer data);
   CuResult (*memset_d8)(CuPointer data, unsigned char value, std::size_t bytes, CuStream stream);

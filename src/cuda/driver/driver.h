@@ -10,6 +10,7 @@
 // unavailable() says why, and so does every error of a call that asked for a GPU.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -115,6 +116,19 @@ struct LoadedKernel {
                             void* stream, const void* params);
 // Blocks of the kernel that fit a multiprocessor at once.
 [[nodiscard]] Result<int> occupancy(const LoadedKernel& kernel, int threads, int dynamic_shared);
+
+// ---- Tensor maps: what the copy engine of Hopper knows of a tensor.
+
+// Of 16-bit numbers, in four dimensions, the contiguous one first.
+struct TensorMapSpec {
+  void* data = nullptr;                   // at a multiple of 16
+  std::array<std::int64_t, 4> extents{};  // above 0
+  std::array<std::int64_t, 3> strides{};  // of the others, in bytes: multiples of 16
+  int box_cols = 0, box_rows = 0;  // of the first two; a row of 64 or 128 bytes, permuted as wgmma has it
+};
+[[nodiscard]] bool has_tensor_maps();  // the driver knows them
+// Writes the 128 bytes of a map, at a multiple of 64. Reads and writes no memory of the GPU.
+[[nodiscard]] Status encode_tensor_map(const TensorMapSpec& spec, void* map);
 
 // ---- Memory, for tests and tools; the library itself allocates none.
 
