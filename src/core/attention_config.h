@@ -41,6 +41,23 @@ struct ForwardConfig {
   Terms terms;
 };
 
+// Hopper's: warpgroups of 64 rows each that compute, and one that loads.
+struct Sm90ForwardConfig {
+  Half type;
+  int head_dim, head_dim_v;
+  int block_m, block_n;
+  int stages;    // buffers of k, and of v
+  int q_stages;  // of q, which o leaves through
+  bool turns;    // the warpgroups issue their products in turn
+  Terms terms;
+
+  [[nodiscard]] constexpr int consumers() const { return block_m / 64; }
+  [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
+  // Of a multiprocessor's 65536, a thread; multiples of 8.
+  [[nodiscard]] constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
+  [[nodiscard]] constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }
+};
+
 struct BackwardConfig {
   Half type;
   int head_dim, head_dim_v;

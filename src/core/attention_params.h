@@ -90,6 +90,24 @@ struct AttentionParams {
   }
 };
 
+// What TMA knows of a tensor: the driver's CUtensorMap.
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
+// The tiles of queries of all heads (of all batch entries, unless they are packed): a row of them has one of
+// each head. `together` heads at a time are dealt out.
+struct TileOrder {
+  unsigned rows, heads, together;
+};
+
+struct Sm90ForwardParams {
+  TensorMap q, k, v, o;  // (column, row, head, batch); boxes as sm90/forward.cuh loads and stores them
+  AttentionParams attention;
+  TileOrder order;
+  bool o_by_tma;  // o has a map
+};
+
 [[nodiscard]] TESSERA_HD constexpr int tiles_of(int size, int tile) {
   return size / tile + (size % tile != 0 ? 1 : 0);
 }

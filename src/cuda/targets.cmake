@@ -21,7 +21,8 @@ set(cuda_plan_sources
   cuda/plan/pack.cpp
   cuda/plan/plan.cpp)
 set(cuda_launch_sources
-  cuda/launch/kernels.cpp)
+  cuda/launch/kernels.cpp
+  cuda/launch/tensor_maps.cpp)
 
 add_library(tessera_cuda OBJECT
   ${cuda_driver_sources} ${cuda_plan_sources} ${cuda_launch_sources} ${embedded_cpp})

@@ -183,10 +183,12 @@ void compare(Tensors& tensors, const Expected& expected, Direction direction, Ve
 
 Case forced(Case c, const std::string& kernel) {
   c.kernel = kernel;
-  const Tensors tensors(c);
-  const bool taken = workspace_size(as_planned(tensors.forward_call())).ok() &&
-                     workspace_size(as_planned(tensors.backward_call())).ok();
-  if (taken) return c;
+  const auto is_taken = [&] {
+    const Tensors tensors(c);
+    return workspace_size(as_planned(tensors.forward_call())).ok() &&
+           workspace_size(as_planned(tensors.backward_call())).ok();
+  };
+  if (is_taken()) return c;
   // A GPU's two types have the same tiles, and take turns. float16 cannot hold the largest magnitudes.
   const bool gpu = on_gpu(kernel), odd = (c.seed + static_cast<std::uint64_t>(c.seqlen_k)) % 2 != 0;
   const DType half = gpu && odd && c.magnitude <= 3000 ? DType::float16 : DType::bfloat16;
@@ -195,6 +197,16 @@ Case forced(Case c, const std::string& kernel) {
   c.grad_dtype = gpu && c.seed % 4 != 3 ? half : adapted(c.grad_dtype);
   c.bias_dtype = adapted(c.bias_dtype);
   c.sinks_dtype = adapted(c.sinks_dtype);
+  if (!gpu || is_taken()) return c;
+  // A copy engine wants rows of whole pieces of 16 bytes.
+  for (Layout* layout : {&c.q_layout, &c.k_layout, &c.v_layout}) {
+    if (*layout == Layout::misaligned || *layout == Layout::expanded) *layout = Layout::dense;
+  }
+  c.head_dim = (c.head_dim + 7) / 8 * 8;
+  c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;
+  if (is_taken()) return c;
+  c.bias = "";
+  c.dbias = false;
   return c;
 }
 

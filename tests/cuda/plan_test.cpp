@@ -51,6 +51,33 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
   }
 }
 
+// Hopper's own forward kernel: 64 rows a warpgroup, its products as wide as wgmma's.
+TEST(Plan, EveryHeadDimFitsHoppersForward) {
+  for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
+    for (int head_dim_v = 8; head_dim_v <= 256; head_dim_v += 8) {
+      for (const Terms terms : {Terms::plain, Terms::softcap, Terms::alibi, Terms::dropout,
+                                Terms::softcap | Terms::alibi | Terms::dropout | Terms::any_scale}) {
+        for (const Extent extent : {Extent::common, Extent::many_keys, Extent::few_queries}) {
+          SCOPED_TRACE(std::to_string(head_dim) + " x " + std::to_string(head_dim_v));
+          const Sm90ForwardConfig f = sm90_forward_config(Half::float16, head_dim, head_dim_v, terms, extent);
+          ASSERT_GE(f.head_dim, head_dim);
+          ASSERT_GE(f.head_dim_v, head_dim_v);
+          ASSERT_LE(shared_of(f), hopper.shared_per_block);
+          ASSERT_EQ(f.block_m % 64, 0);
+          ASSERT_TRUE(f.consumers() == 2 || f.consumers() == 3);
+          ASSERT_LE((f.producer_registers() + f.consumers() * f.consumer_registers()) * 128, 65536);
+          ASSERT_EQ(f.block_n % 16, 0);
+          ASSERT_LE(f.block_n, 256);
+          if (has(terms, Terms::dropout)) {
+            ASSERT_EQ(f.block_n % 32, 0);
+            ASSERT_LE(f.block_n, 128);
+          }
+        }
+      }
+    }
+  }
+}
+
 // The name is the key of the caches: whatever changes the program changes it.
 TEST(Plan, NamesTellConfigsApart) {
   const ForwardConfig f = forward_config(hopper, Half::bfloat16, 128, 128, Terms::plain, true);
@@ -68,6 +95,21 @@ TEST(Plan, NamesTellConfigsApart) {
   std::set<std::string> names;
   for (const ForwardConfig& config : forwards) names.insert(kernel_name(config));
   EXPECT_EQ(names.size(), forwards.size());
+
+  const Sm90ForwardConfig s = sm90_forward_config(Half::bfloat16, 128, 128, Terms::plain, Extent::common);
+  std::vector<Sm90ForwardConfig> hoppers(10, s);
+  hoppers[1].type = Half::float16;
+  hoppers[2].head_dim = 64;
+  hoppers[3].head_dim_v = 64;
+  hoppers[4].block_m = 192;
+  hoppers[5].block_n = 32;
+  hoppers[6].stages = 3;
+  hoppers[7].q_stages = 1;
+  hoppers[8].turns = !s.turns;
+  hoppers[9].terms = every_term;
+  names.clear();
+  for (const Sm90ForwardConfig& config : hoppers) names.insert(kernel_name(config));
+  EXPECT_EQ(names.size(), hoppers.size());
 
   const BackwardConfig b = backward_config(hopper, Half::bfloat16, 128, 128, Terms::plain, true);
   std::vector<BackwardConfig> backwards(11, b);
@@ -92,7 +134,9 @@ TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
     for (const PackEntry& entry : pack_list(arch)) {
       EXPECT_EQ(entry.name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_"), std::string::npos)
           << entry.name;
-      EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ AttentionParams params)"),
+      const bool sm90 = entry.name.starts_with("tessera_sm90_");
+      EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ " +
+                                (sm90 ? "Sm90ForwardParams" : "AttentionParams") + " params)"),
                 std::string::npos)
           << entry.text;
       EXPECT_TRUE(names.insert(entry.name).second) << entry.name;
@@ -135,6 +179,38 @@ TEST(Plan, GridsCoverEveryRow) {
   EXPECT_EQ(blocks_of(f, problem_of(0, 1000, 5, 64)), 0);
   EXPECT_EQ(blocks_of(f, problem_of(3, 0, 5, 64)), 0);
   EXPECT_EQ(blocks_of(b, problem_of(3, 0, 5, 64)), 0);
+}
+
+TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
+  constexpr DeviceLimits limits{90, 227 << 10, 132};
+  const Problem p = problem_of(3, 1000, 5, 64), small = problem_of(1, 1000, 1, 64);
+  const Sm90ForwardConfig f = sm90_forward_config(p);
+  const int rows = tiles_of(1000, f.block_m);
+  EXPECT_EQ(forward_tiles(f, p), 3 * rows * 5);
+  EXPECT_EQ(blocks_of(f, p, limits), std::min(132, 3 * rows * 5));
+  EXPECT_EQ(blocks_of(f, small, limits), rows);
+  EXPECT_EQ(blocks_of(f, problem_of(3, 0, 5, 64), limits), 0);
+  const TileOrder order = tile_order(f, p);
+  EXPECT_EQ(order.rows, static_cast<unsigned>(rows));
+  EXPECT_EQ(order.heads, 15U);
+  EXPECT_EQ(order.together, 1U);  // every tile sees every key
+  Problem causal = p;
+  causal.max_seqlen_q = causal.max_seqlen_k = 1000;
+  causal.window_right = 0;
+  EXPECT_EQ(tile_order(f, causal).together, 15U);
+}
+
+TEST(Plan, HoppersForwardFitsTheSequences) {
+  const auto config_of = [](std::int64_t seqlen, int head_dim, bool causal) {
+    Problem p = problem_of(2, seqlen, 4, head_dim);
+    p.max_seqlen_q = p.max_seqlen_k = seqlen;
+    if (causal) p.window_right = 0;
+    return sm90_forward_config(p);
+  };
+  EXPECT_EQ(config_of(1024, 64, false).block_m, 128);  // 1152 rows in tiles of 192
+  EXPECT_EQ(config_of(2048, 64, true).block_m, 192);
+  EXPECT_GT(config_of(8192, 128, false).block_n, config_of(8192, 128, true).block_n);
+  EXPECT_EQ(config_of(1024, 128, false).block_n, config_of(1024, 128, true).block_n);
 }
 
 // Every tile of every packed sequence has a number of its own below the count, and find_tile gives it back.

@@ -7,6 +7,7 @@
 
 #include "core/attention_params.h"
 #include "cuda/driver/driver.h"
+#include "cuda/launch/tensor_maps.h"
 #include "cuda/plan/plan.h"
 
 namespace tessera::cuda {
@@ -14,7 +15,9 @@ namespace {
 
 constexpr std::int64_t max_blocks = std::numeric_limits<std::int32_t>::max();
 
-DeviceLimits limits_of(const DeviceFacts& facts) { return {facts.arch, facts.shared_per_block}; }
+DeviceLimits limits_of(const DeviceFacts& facts) {
+  return {facts.arch, facts.shared_per_block, facts.multiprocessors};
+}
 
 // Of the problem's device, or of nothing where it is not one: why_not has spoken then.
 DeviceLimits limits_of(const Problem& problem) {
@@ -86,7 +89,15 @@ class Stage {
 
   template <class Config>
   Status operator()(const Config& config, const AttentionParams& params) {
-    const std::int64_t blocks = blocks_of(config, problem_);
+    return run(config, params, blocks_of(config, problem_));
+  }
+  Status operator()(const Sm90ForwardConfig& config, const Sm90ForwardParams& params) {
+    return run(config, params, blocks_of(config, problem_, limits_of(context_.facts())));
+  }
+
+ private:
+  template <class Config, class Params>
+  Status run(const Config& config, const Params& params, std::int64_t blocks) {
     if (blocks == 0 && !only_load_) return {};
     const Result<const LoadedKernel*> kernel =
         load(context_, kernel_name(config), shared_of(config), [&] { return program_text(config); });
@@ -95,7 +106,6 @@ class Stage {
                   shared_of(config), problem_.stream, &params);
   }
 
- private:
   const Context& context_;
   const Problem& problem_;
   bool only_load_;
@@ -104,6 +114,17 @@ class Stage {
 Status run_forward(const Context& context, const Problem& problem, bool only_load) {
   return Stage(context, problem, only_load)(forward_config(limits_of(context.facts()), problem),
                                             make_params(problem));
+}
+
+Status run_forward_sm90(const Context& context, const Problem& problem, bool only_load) {
+  const Sm90ForwardConfig config = sm90_forward_config(problem);
+  Sm90ForwardParams params{};
+  params.attention = make_params(problem);
+  params.order = tile_order(config, problem);
+  if (!only_load && forward_tiles(config, problem) > 0) {
+    if (Status status = fill_maps(config, problem, params); !status.ok()) return status;
+  }
+  return Stage(context, problem, only_load)(config, params);
 }
 
 Status run_backward(const Context& context, const Problem& problem, void* workspace, bool only_load) {
@@ -165,6 +186,24 @@ std::string why_not(const Problem& problem) {
   return "";
 }
 
+std::string why_not_sm90(const Problem& problem) {
+  if (problem.device.device_type != kDLCUDA) return "the tensors are not in GPU memory";
+  const Result<const DeviceFacts*> facts = device_facts(problem.device.device_id);
+  if (!facts.ok()) return facts.status().message();
+  if (facts.value()->arch != 90) {
+    return "it needs compute capability 9.0, " + facts.value()->name + " has " +
+           std::to_string(facts.value()->arch / 10) + "." + std::to_string(facts.value()->arch % 10);
+  }
+  if (problem.dtype == DType::float32) return "its tiles are float16 or bfloat16, q is float32";
+  if (problem.bias.given()) return "it takes no bias";
+  if (std::string reason = why_no_maps(problem); !reason.empty()) return reason;
+  if (problem.direction == Direction::backward) return why_not(problem);
+  const std::int64_t tiles = std::max({problem.batch * problem.num_heads_q, problem.num_heads_q,
+                                       forward_tiles(sm90_forward_config(problem), problem)});
+  if (tiles > max_blocks) return "the problem has " + std::to_string(tiles) + " tiles, more than 2^31 - 1";
+  return "";
+}
+
 Plan plan(const Problem& problem) {
   const DeviceLimits limits = limits_of(problem);
   Plan plan;
@@ -183,10 +222,32 @@ Plan plan(const Problem& problem) {
   return plan;
 }
 
+// Backward is cuda_sm80's, until there is one for Hopper.
+Plan plan_sm90(const Problem& problem) {
+  if (problem.direction == Direction::backward) return plan(problem);
+  const Sm90ForwardConfig config = sm90_forward_config(problem);
+  Plan plan;
+  plan.block_m = config.block_m;
+  plan.block_n = config.block_n;
+  plan.threads = threads_of(config);
+  return plan;
+}
+
 Status run(const Problem& problem, const Plan&, void* workspace) {
   return execute(problem, workspace, false);
 }
 Status prepare(const Problem& problem, const Plan&) { return execute(problem, nullptr, true); }
+
+Status execute_sm90(const Problem& problem, void* workspace, bool only_load) {
+  if (problem.direction == Direction::backward) return execute(problem, workspace, only_load);
+  const Result<Context> context = Context::enter(problem.device.device_id);
+  if (!context.ok()) return context.status();
+  return run_forward_sm90(context.value(), problem, only_load);
+}
+Status run_sm90(const Problem& problem, const Plan&, void* workspace) {
+  return execute_sm90(problem, workspace, false);
+}
+Status prepare_sm90(const Problem& problem, const Plan&) { return execute_sm90(problem, nullptr, true); }
 
 // Of the main kernel: loads it, and so compiles it where nobody has. Without a compiler there is nothing to
 // say.
@@ -216,7 +277,17 @@ void describe(const Problem& problem, Explanation& explanation) {
   }
 }
 
+void describe_sm90(const Problem& problem, Explanation& explanation) {
+  if (problem.direction == Direction::backward) return describe(problem, explanation);
+  const Result<Context> context = Context::enter(problem.device.device_id);
+  if (context.ok()) describe_kernel(context.value(), sm90_forward_config(problem), explanation);
+}
+
 constexpr std::array list{
+    Kernel{"cuda_sm90",
+           "TMA copies and wgmma tiles of float16 or bfloat16, float32 softmax; Hopper's forward, backward "
+           "as cuda_sm80",
+           missing, why_not_sm90, plan_sm90, run_sm90, prepare_sm90, describe_sm90, "cuda"},
     Kernel{"cuda_sm80", "mma.sync tiles of float16 or bfloat16, float32 softmax; every GPU since Ampere",
            missing, why_not, plan, run, prepare, describe, "cuda"},
 };

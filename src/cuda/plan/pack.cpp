@@ -1,5 +1,7 @@
 #include "cuda/plan/pack.h"
 
+#include <set>
+
 #include "cuda/plan/plan.h"
 
 namespace tessera::cuda {
@@ -16,12 +18,29 @@ PackEntry entry(const Config& config) {
   return {kernel_name(config), program_text(config), shared_of(config)};
 }
 
+void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
+  std::set<std::string> names;  // the tables have some tiles in common
+  const auto add = [&](int head_dim, int head_dim_v, Terms terms, Extent extent) {
+    PackEntry one = entry(sm90_forward_config(type, head_dim, head_dim_v, terms, extent));
+    if (names.insert(one.name).second) list.push_back(std::move(one));
+  };
+  for (const Extent extent : {Extent::common, Extent::many_keys}) {
+    for (const int head_dim : {64, 96, 128, 192, 256}) add(head_dim, head_dim, Terms::plain, extent);
+    add(192, 128, Terms::plain, extent);
+  }
+  add(64, 64, Terms::plain, Extent::few_queries);
+  for (const Terms terms : {Terms::softcap, Terms::alibi, Terms::dropout}) {
+    for (const int head_dim : {64, 128}) add(head_dim, head_dim, terms, Extent::common);
+  }
+}
+
 }  // namespace
 
 std::vector<PackEntry> pack_list(std::string_view arch) {
   const DeviceLimits limits = limits_of(arch);
   std::vector<PackEntry> list;
   for (const Half type : {Half::bfloat16, Half::float16}) {
+    if (arch == "sm_90a") add_sm90_forward(list, type);
     for (const Small kernel : {Small::delta, Small::dsinks, Small::convert_dq})
       list.push_back(entry(SmallConfig{kernel, type}));
     for (const Terms terms : {Terms::plain, Terms::softcap, Terms::alibi, Terms::bias, Terms::dropout}) {

@@ -51,6 +51,11 @@ std::string spelled(const ForwardConfig& c) {
                 c.head_dim_v, c.block_m, c.block_n, c.warps, c.per_sm, spelled(c.q_in_registers),
                 spelled(c.aligned), spelled(c.terms).c_str());
 }
+std::string spelled(const Sm90ForwardConfig& c) {
+  return format("Sm90ForwardConfig{%s, %d, %d, %d, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.block_n, c.stages, c.q_stages, spelled(c.turns),
+                spelled(c.terms).c_str());
+}
 std::string spelled(const BackwardConfig& c) {
   return format("BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.split, c.stages, c.dq_warps_m, c.per_sm,
@@ -63,10 +68,11 @@ std::string spelled(const DbiasConfig& c) {
 
 // A program of one kernel: call is what its body does with params.
 std::string program(const std::string& header, const std::string& name, int threads, int per_sm,
-                    const std::string& call, const std::string& checks) {
+                    const std::string& call, const std::string& checks,
+                    const std::string& params = "AttentionParams") {
   return "#include \"" + header + "\"\nusing namespace tessera;\n" + checks +
          "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ", " +
-         std::to_string(per_sm) + ") " + name + "(const __grid_constant__ AttentionParams params) {\n  " +
+         std::to_string(per_sm) + ") " + name + "(const __grid_constant__ " + params + " params) {\n  " +
          call + "(params);\n}\n";
 }
 template <class Config>
@@ -114,6 +120,11 @@ Terms terms_of(const Problem& problem) {
   if (problem.dropout.active()) terms = terms | Terms::dropout;
   return terms;
 }
+// By a causal mask or a window; where they reach beyond every key they mean nothing.
+bool is_masked(const Problem& problem) {
+  return problem.window_left < problem.max_seqlen_q + problem.max_seqlen_k ||
+         problem.window_right < problem.max_seqlen_q + problem.max_seqlen_k;
+}
 bool inputs_aligned(const Problem& problem) {
   const bool whole = problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0;
   const bool forward = rows_aligned(problem.q) && rows_aligned(problem.k) && rows_aligned(problem.v);
@@ -139,6 +150,11 @@ std::string kernel_name(const ForwardConfig& c) {
                 c.head_dim_v, c.block_m, c.block_n, c.warps, c.q_in_registers ? "q" : "",
                 terms_name(c.terms).c_str(), aligned_name(c.aligned));
 }
+std::string kernel_name(const Sm90ForwardConfig& c) {
+  return format("tessera_sm90_forward_%s_d%dx%d_m%dn%ds%dq%d%s_%s", type_name(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.block_n, c.stages, c.q_stages, c.turns ? "t" : "",
+                terms_name(c.terms).c_str());
+}
 std::string kernel_name(const BackwardConfig& c) {
   return format("tessera_sm80_backward_%s_d%dx%d_m%dn%d_split%d_stages%d_dq%d%s_%s%s", type_name(c.type),
                 c.head_dim, c.head_dim_v, c.block_m, c.block_n, c.split, c.stages, c.dq_warps_m,
@@ -156,6 +172,13 @@ std::string kernel_name(const SmallConfig& c) {
 std::string program_text(const ForwardConfig& c) {
   return program("sm80/forward.cuh", "forward", "ForwardShared", c.per_sm, c);
 }
+std::string program_text(const Sm90ForwardConfig& c) {
+  const std::string spelling = spelled(c);
+  return program("sm90/forward.cuh", kernel_name(c), threads_of(c), 1, "sm90::forward<" + spelling + ">",
+                 "static_assert(sizeof(sm90::ForwardShared<" + spelling +
+                     ">) == " + std::to_string(shared_of(c)) + ");\n",
+                 "Sm90ForwardParams");
+}
 std::string program_text(const BackwardConfig& c) {
   return program("sm80/backward.cuh", "backward", "BackwardShared", c.per_sm, c);
 }
@@ -170,6 +193,7 @@ std::string program_text(const SmallConfig& c) {
 }
 
 int threads_of(const ForwardConfig& c) { return c.warps * 32; }
+int threads_of(const Sm90ForwardConfig& c) { return c.threads(); }
 int threads_of(const BackwardConfig& c) { return c.warps() * 32; }
 int threads_of(const DbiasConfig& c) { return c.threads(); }
 int threads_of(const SmallConfig& c) { return c.kernel == Small::convert_dq ? dq_warps * 32 : small_threads; }
@@ -180,6 +204,13 @@ int shared_of(const ForwardConfig& c) {
   const int kept = has(c.terms, Terms::dropout) ? c.block_m / 16 * 2 * 32 * 4 : 0;
   const int loop = (c.block_m * c.head_dim + c.block_n * (c.head_dim + c.head_dim_v)) * 2;
   return bias + kept + std::max(loop, c.block_m * c.head_dim_v * 2);
+}
+int shared_of(const Sm90ForwardConfig& c) {
+  const int queries = c.q_stages * c.block_m * std::max(c.head_dim, c.head_dim_v);
+  const int keys = c.stages * c.block_n * (c.head_dim + c.head_dim_v);
+  const int kept = has(c.terms, Terms::dropout) ? c.consumers() * 128 * 2 * 4 : 0;
+  const int barriers = (c.q_stages + 2 * c.stages) * 2 * 8;
+  return ((queries + keys) * 2 + kept + barriers + 1023) / 1024 * 1024;
 }
 int shared_of(const BackwardConfig& c) {
   const int keys = c.block_n * (c.head_dim + c.head_dim_v), queries = c.block_m * (c.head_dim + c.head_dim_v);
@@ -231,6 +262,32 @@ DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, in
   return config;
 }
 
+Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms, Extent extent) {
+  const auto& rows = has(terms, Terms::dropout)                               ? sm90_forward_dropout
+                     : terms != Terms::plain || extent == Extent::few_queries ? sm90_forward_terms
+                     : extent == Extent::many_keys                            ? sm90_forward_many_keys
+                                                                              : sm90_forward;
+  const Sm90ForwardTiles tiles = *std::find_if(rows.begin(), rows.end(), [&](const Sm90ForwardTiles& row) {
+    return head_dim <= row.head_dim && head_dim_v <= row.head_dim_v;
+  });
+  constexpr int stages = 2;
+  return {type,           tile_width(head_dim), tile_width(head_dim_v),
+          tiles.block_m,  tiles.block_n,        stages,
+          tiles.q_stages, tiles.turns,          terms};
+}
+Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
+  const auto with = [&](Extent extent) {
+    return sm90_forward_config(half_of(problem), static_cast<int>(problem.head_dim),
+                               static_cast<int>(problem.head_dim_v), terms_of(problem), extent);
+  };
+  constexpr std::int64_t many = 4096;
+  if (!is_masked(problem) && problem.max_seqlen_k >= many) return with(Extent::many_keys);
+  const Sm90ForwardConfig config = with(Extent::common), smaller = with(Extent::few_queries);
+  const auto filled = [&](int block_m) { return ceil_div(problem.rows_q, block_m) * block_m; };
+  const bool wasteful = !problem.packed && filled(config.block_m) * 20 > filled(smaller.block_m) * 21;
+  return wasteful && smaller.block_m < config.block_m ? smaller : config;
+}
+
 ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem) {
   return forward_config(limits, half_of(problem), static_cast<int>(problem.head_dim),
                         static_cast<int>(problem.head_dim_v), terms_of(problem), inputs_aligned(problem));
@@ -255,6 +312,20 @@ bool rows_aligned(const View& view) {
 
 std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem) {
   return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
+}
+std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem) {
+  return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
+}
+std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
+  return std::min<std::int64_t>(forward_tiles(config, problem), limits.multiprocessors);
+}
+TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem) {
+  const std::int64_t heads = (problem.packed ? 1 : problem.batch) * problem.num_heads_q;
+  const std::int64_t rows = heads == 0 || problem.rows_q == 0 ? 0 : forward_tiles(config, problem) / heads;
+  // Tiles that differ are dealt out longest first, over all heads: the caches hold what the tiles that run at
+  // a time have in common. Tiles that are alike keep one head's keys in the L2 cache.
+  const std::int64_t together = problem.packed || is_masked(problem) ? std::max<std::int64_t>(heads, 1) : 1;
+  return {static_cast<unsigned>(rows), static_cast<unsigned>(heads), static_cast<unsigned>(together)};
 }
 std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/attention_config.h"
+#include "core/attention_params.h"
 #include "core/problem.h"
 
 namespace tessera::cuda {
@@ -13,6 +14,7 @@ namespace tessera::cuda {
 struct DeviceLimits {
   int arch = 0;  // 80, 90, ...
   std::int64_t shared_per_block = 0;
+  int multiprocessors = 0;
 };
 
 // The kernels that are compiled for a type only.
@@ -24,19 +26,23 @@ struct SmallConfig {
 
 // A config's kernel: its name (all of the config is in it), the text of its program, a block's size.
 [[nodiscard]] std::string kernel_name(const ForwardConfig& config);
+[[nodiscard]] std::string kernel_name(const Sm90ForwardConfig& config);
 [[nodiscard]] std::string kernel_name(const BackwardConfig& config);
 [[nodiscard]] std::string kernel_name(const DbiasConfig& config);
 [[nodiscard]] std::string kernel_name(const SmallConfig& config);
 [[nodiscard]] std::string program_text(const ForwardConfig& config);
+[[nodiscard]] std::string program_text(const Sm90ForwardConfig& config);
 [[nodiscard]] std::string program_text(const BackwardConfig& config);
 [[nodiscard]] std::string program_text(const DbiasConfig& config);
 [[nodiscard]] std::string program_text(const SmallConfig& config);
 [[nodiscard]] int threads_of(const ForwardConfig& config);
+[[nodiscard]] int threads_of(const Sm90ForwardConfig& config);
 [[nodiscard]] int threads_of(const BackwardConfig& config);
 [[nodiscard]] int threads_of(const DbiasConfig& config);
 [[nodiscard]] int threads_of(const SmallConfig& config);
 // Bytes of dynamic shared memory. The program asserts that it is its struct's size.
 [[nodiscard]] int shared_of(const ForwardConfig& config);
+[[nodiscard]] int shared_of(const Sm90ForwardConfig& config);
 [[nodiscard]] int shared_of(const BackwardConfig& config);
 [[nodiscard]] int shared_of(const DbiasConfig& config);
 [[nodiscard]] int shared_of(const SmallConfig& config);
@@ -49,6 +55,12 @@ struct SmallConfig {
 [[nodiscard]] DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                                        Terms terms, bool aligned);
 
+// Extent: what the tiles are for. `common`: sequences of any length, under any mask.
+enum class Extent : std::uint8_t { common, many_keys, few_queries };
+[[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms,
+                                                    Extent extent);
+[[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
+
 [[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem);
 [[nodiscard]] BackwardConfig backward_config(const DeviceLimits& limits, const Problem& problem);
 [[nodiscard]] DbiasConfig dbias_config(const DeviceLimits& limits, const Problem& problem);
@@ -58,9 +70,15 @@ struct SmallConfig {
 
 // Blocks of each kernel's grid.
 [[nodiscard]] std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem,
+                                     const DeviceLimits& limits);
 [[nodiscard]] std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem);
 [[nodiscard]] std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem);
 [[nodiscard]] std::int64_t blocks_of(const SmallConfig& config, const Problem& problem);
+
+// Tiles of queries that the blocks share out, and in which order.
+[[nodiscard]] std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem);
+[[nodiscard]] TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem);
 
 // Backward's workspace, in bytes from its start.
 struct BackwardWorkspace {

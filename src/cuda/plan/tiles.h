@@ -27,7 +27,47 @@ struct TileTable {
   std::array<BackwardTiles, 5> backward, backward_terms;
 };
 
+// Hopper's forward kernel: the first row that has room for both. kernels/sm90/NOTES.md has the measurements.
+struct Sm90ForwardTiles {
+  int head_dim, head_dim_v;  // up to
+  int block_m, block_n, q_stages;
+  bool turns;
+};
+
 // clang-format off
+//    head_dim  head_dim_v  block_m  block_n  q_stages  turns
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_many_keys = {{
+    { 64,        64,        192,     128,     2,        true},
+    { 96,        96,        128,     160,     2,        true},
+    {128,       128,        128,     160,     2,        true},
+    {192,       128,        128,     128,     1,        true},
+    {192,       192,        128,     112,     1,        false},
+    {256,       256,        128,      80,     1,        false}}};
+// Under a mask, or where there are few keys, much of a large block is seen by nobody.
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward = {{
+    { 64,        64,        192,     128,     2,        true},
+    { 96,        96,        128,     128,     2,        true},
+    {128,       128,        128,     128,     2,        true},
+    {192,       128,        128,     128,     1,        true},
+    {192,       192,        128,     112,     1,        false},
+    {256,       256,        128,      80,     1,        false}}};
+// Softcap and ALiBi want registers. Also for queries that fill 128 rows better than 192.
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_terms = {{
+    { 64,        64,        128,     128,     2,        true},
+    { 96,        96,        128,     128,     2,        true},
+    {128,       128,        128,     128,     2,        true},
+    {192,       128,        128,     128,     1,        true},
+    {192,       192,        128,      96,     1,        false},
+    {256,       256,        128,      64,     1,        false}}};
+// Dropout's masks are made for 32 keys at a time, and 128 at most.
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_dropout = {{
+    { 64,        64,        128,     128,     2,        true},
+    { 96,        96,        128,     128,     2,        true},
+    {128,       128,        128,     128,     2,        true},
+    {192,       128,        128,     128,     1,        true},
+    {192,       192,        128,      96,     1,        false},
+    {256,       256,        128,      64,     1,        false}}};
+
 // sm_90, and what came after with as much shared memory.
 inline constexpr TileTable sm90_tiles = {
     //  head_dim  block_m  block_n  warps  per_sm  q_in_registers

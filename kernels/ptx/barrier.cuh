@@ -1,0 +1,34 @@
+// Barriers of some of a block's warps, and of shared memory against the copy engine. CUTLASS's wrappers do
+// not tell the compiler that they order memory.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+namespace tessera::ptx {
+
+// Counts arrivals and bytes; each of its phases has a parity, the first 0.
+using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+__device__ __forceinline__ void wait(const Barrier& barrier, unsigned parity) {
+  barrier.wait(parity);
+  asm volatile("" ::: "memory");
+}
+__device__ __forceinline__ void arrive(const Barrier& barrier) {
+  asm volatile("" ::: "memory");
+  barrier.arrive();
+}
+
+// By number, 1 to 15. `threads` of them, of whole warps, meet or arrive.
+__device__ __forceinline__ void meet(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// What this thread has written becomes visible to TMA and wgmma.
+__device__ __forceinline__ void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace tessera::ptx

@@ -1,0 +1,441 @@
+// Forward on Hopper: one thread asks TMA for tiles, warpgroups of 64 queries multiply them by wgmma.
+//
+// Two things hide the softmax. Within a warpgroup S(n) = Q K(n)^T and O += P(n + 1) V(n + 1) are issued
+// together, and while the second still runs S(n) becomes P(n). Among warpgroups they are issued in turn, so
+// that the softmax of one falls into the products of another.
+//
+// NOTES.md beside this file has the roofline and what was tried.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "core/attention_config.h"
+#include "core/attention_params.h"
+#include "ptx/barrier.cuh"
+#include "sm90/schedule.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragments.cuh"
+#include "tile/panels.cuh"
+#include "tile/scores.cuh"
+#include "tile/softmax.cuh"
+
+namespace tessera::sm90 {
+
+inline constexpr int group_rows = 64, group_threads = 128, warp_rows = 16;
+
+// A warpgroup's queries, and then their outputs.
+template <Sm90ForwardConfig C>
+union QueryTile {
+  tile::PanelTile<group_rows, C.head_dim> q;
+  tile::PanelTile<group_rows, C.head_dim_v> o;
+};
+
+template <Sm90ForwardConfig C>
+struct ForwardTiles {
+  QueryTile<C> queries[C.q_stages][C.consumers()];
+  tile::PanelTile<C.block_n, C.head_dim> k[C.stages];
+  tile::PanelTile<C.block_n, C.head_dim_v> v[C.stages];
+};
+
+template <Sm90ForwardConfig C>
+struct ForwardShared
+    : ForwardTiles<C>,
+      tile::DropoutShared<has(C.terms, Terms::dropout), C.consumers() * group_threads, 1, C.block_n / 8> {
+  struct Barriers {
+    ptx::Barrier full, empty;
+  };
+  Barriers q_there[C.q_stages], k_there[C.stages], v_there[C.stages];
+};
+
+// One of a ring of buffers, and the parity of its barriers' phase.
+template <int stages>
+struct Cursor {
+  unsigned stage = 0, parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// ---- The producer: one thread.
+
+enum class Reuse { soon, once };  // of what is loaded, by other blocks of threads
+
+// Rows from `row` on, whatever lies there; zeros beyond the tensor.
+template <Reuse reuse, class Tile>
+__device__ __forceinline__ void load_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int row,
+                                          int head, int b) {
+  constexpr auto hint =
+      reuse == Reuse::soon ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_FIRST;
+#pragma unroll
+  for (int i = 0; i < Tile::panels; ++i) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
+                                 tile.data + i * Tile::panel_bytes, i * Tile::width, row, head, b);
+  }
+}
+
+template <Sm90ForwardConfig C>
+__device__ __forceinline__ void produce(const Sm90ForwardParams& params, ForwardShared<C>& shared) {
+  Cursor<C.q_stages> q;
+  Cursor<C.stages> k, v;
+  for (Schedule<C.block_m, C.block_n> schedule(params); schedule.more(); schedule.next()) {
+    const ForwardWork work = schedule.work();
+    if (!work.there()) continue;
+    const int b = params.attention.packed() ? 0 : work.b, head_k = work.h / params.attention.group_size;
+    // Waits until the buffer is free, and announces what will come.
+    const auto begin = [](auto& barriers, unsigned parity, int bytes) {
+      ptx::wait(barriers.empty, parity ^ 1);
+      barriers.full.arrive_and_expect_tx(bytes);
+    };
+    const auto load_q = [&] {
+      begin(shared.q_there[q.stage], q.parity, C.block_m * C.head_dim * 2);
+#pragma unroll
+      for (int i = 0; i < C.consumers(); ++i) {
+        load_tile<Reuse::once>(shared.queries[q.stage][i].q, params.q, shared.q_there[q.stage].full,
+                               work.sequence.q_begin + work.first_query + i * group_rows, work.h, b);
+      }
+      q.next();
+    };
+    const auto load_k = [&](int block) {
+      begin(shared.k_there[k.stage], k.parity, C.block_n * C.head_dim * 2);
+      load_tile<Reuse::soon>(shared.k[k.stage], params.k, shared.k_there[k.stage].full,
+                             work.sequence.k_begin + block * C.block_n, head_k, b);
+      k.next();
+    };
+    const auto load_v = [&](int block) {
+      begin(shared.v_there[v.stage], v.parity, C.block_n * C.head_dim_v * 2);
+      load_tile<Reuse::soon>(shared.v[v.stage], params.v, shared.v_there[v.stage].full,
+                             work.sequence.k_begin + block * C.block_n, head_k, b);
+      v.next();
+    };
+    // In the order of use. The buffer of q may be the last to become free.
+    const bool any = work.first_block < work.past_block;
+    if (any) load_k(work.past_block - 1);
+    load_q();
+    for (int block = work.past_block - 2; block >= work.first_block; --block) {
+      load_k(block);
+      load_v(block + 1);
+    }
+    if (any) load_v(work.first_block);
+  }
+}
+
+// ---- The consumers: a warpgroup has 64 of the tile's queries.
+
+// Named barriers.
+[[nodiscard]] __device__ constexpr int turn_of(int group) { return 1 + group; }
+[[nodiscard]] __device__ constexpr int meeting_of(int group) { return 4 + group; }
+
+// Rows from first_row on become 0: another sequence's, or padding, lie there, and may be NaN.
+template <class Tile>
+__device__ __forceinline__ void clear_rows(Tile& tile, int first_row, int group) {
+  constexpr int pieces = Tile::cols / 8;
+  for (int i = threadIdx.x % group_threads + first_row * pieces; i < Tile::rows * pieces; i += group_threads)
+    *reinterpret_cast<uint4*>(tile.at(i / pieces, i % pieces)) = uint4{0, 0, 0, 0};
+  ptx::publish_shared();
+  ptx::meet(meeting_of(group), group_threads);
+}
+
+// o = acc_o / row_sum by way of the warp's rows of the tile, and lse.
+template <Sm90ForwardConfig C, int nv>
+__device__ __forceinline__ void finish(const Sm90ForwardParams& all, const ForwardWork& work, int group,
+                                       QueryTile<C>& place, tile::Softmax<1>& softmax,
+                                       tile::FragmentC (&acc_o)[1][nv]) {
+  const AttentionParams& params = all.attention;
+  const auto& [b, h, sequence, first_query, queries, first_block, past_block] = work;
+  const int warp_row = ptx::warp_index() % 4 * warp_rows, first_row = group * group_rows + warp_row;
+  const int rows_there = sequence.allocated_q - first_query;
+  const bool has_sink = params.sinks != nullptr;
+  const float sink = has_sink
+                         ? tile::load_number<C.type>(params.sinks, h * params.sinks_stride, params.sinks_wide)
+                         : -ptx::infinity;
+  constexpr tile::Units units = tile::units_of(C.terms);
+  const float unit = units == tile::Units::raw       ? params.scale
+                     : units == tile::Units::natural ? 1.0f
+                                                     : ptx::ln_2;
+  float lse[1][2];
+  softmax.finish(acc_o, lse, unit, sink, has_sink, params.dropout.scale);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + tile::element(0, 0, half * 2).row;
+    if (row >= queries) {  // padding
+      lse[0][half] = -ptx::infinity;
+#pragma unroll
+      for (int j = 0; j < nv; ++j) acc_o[0][j][half * 2] = acc_o[0][j][half * 2 + 1] = 0.0f;
+    }
+    if (params.lse.data != nullptr && threadIdx.x % 4 == 0 && row < rows_there) {
+      static_cast<float*>(params.lse.data)[b * params.lse.batch + h * params.lse.head +
+                                           (0LL + sequence.q_begin + first_query + row) * params.lse.seq] =
+          lse[0][half];
+    }
+  }
+
+  ptx::meet(meeting_of(group), group_threads);  // nobody of the group reads q any more
+  auto& o = place.o;
+  using Tile = tile::PanelTile<group_rows, C.head_dim_v>;
+  // A packed sequence may end among the warp's rows, and the next begin there.
+  if (all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there)) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < nv / 2; ++j) {
+      tile::FragmentA pairs;
+      tile::as_operand<C.type>(pairs, acc_o[0], j);
+      ptx::store_matrices(ptx::shared_address(o.at(warp_row + lane % 16, j * 2 + lane / 16)), pairs);
+    }
+    ptx::publish_shared();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < Tile::panels; ++i) {
+        cute::SM90_TMA_STORE_4D::copy(&all.o, o.data + i * Tile::panel_bytes + warp_row * Tile::row_bytes,
+                                      i * Tile::width, sequence.q_begin + first_query + first_row, h,
+                                      params.packed() ? 0 : b);
+      }
+      cute::tma_store_arrive();
+    }
+  } else {
+    tile::store_tile<C.type>(acc_o, o, warp_row, params.o, b,
+                             sequence.q_begin + first_query + group * group_rows, h,
+                             rows_there - group * group_rows, 0, params.head_dim_v);
+    ptx::publish_shared();
+  }
+}
+
+template <Sm90ForwardConfig C>
+__device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardShared<C>& shared) {
+  constexpr int n = C.block_n / 8, nv = C.head_dim_v / 8;
+  constexpr auto by_keys = tile::Orientation::queries_by_keys;
+  constexpr tile::Units units = tile::units_of(C.terms);
+  const AttentionParams& params = all.attention;
+  const int group = ptx::warp_index() / 4, warp_row = ptx::warp_index() * warp_rows;
+  const tile::PanelOperand k_operand(shared.k[0]);
+  const tile::PanelOperand v_operand(shared.v[0]);
+  const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
+                           : units == tile::Units::natural ? ptx::log2_e
+                                                           : 1.0f;
+  // The warp is done with a buffer.
+  const auto release = [](ptx::Barrier& empty) {
+    if (threadIdx.x % 32 == 0) ptx::arrive(empty);
+  };
+  // The warpgroups' turns to issue products.
+  const auto take_turn = [&] {
+    if constexpr (C.turns) ptx::meet(turn_of(group), 2 * group_threads);
+  };
+  const auto pass_turn = [&] {
+    if constexpr (C.turns)
+      ptx::arrive(turn_of(group + 1 == C.consumers() ? 0 : group + 1), 2 * group_threads);
+  };
+  if (group + 1 == C.consumers()) pass_turn();
+
+  // The buffer of a tile that is done, which TMA may still be reading o from.
+  bool leaving = false;
+  unsigned left_stage = 0;
+  const auto release_queries = [&] {
+    if (!leaving) return;
+    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+    __syncwarp();  // those that copied o themselves
+    release(shared.q_there[left_stage].empty);
+    leaving = false;
+  };
+
+  Cursor<C.q_stages> q;
+  Cursor<C.stages> k, v;
+  for (Schedule<C.block_m, C.block_n> schedule(all); schedule.more(); schedule.next()) {
+    const ForwardWork work = schedule.work();
+    if (!work.there()) continue;
+    const auto& [b, h, sequence, first_query, queries, first_block, past_block] = work;
+    const Mask mask = params.mask(sequence);
+    const Range whole =
+        mask.keys_of_all({first_query + group * group_rows, first_query + (group + 1) * group_rows});
+    const int first_whole = static_cast<int>((whole.begin + C.block_n - 1) / C.block_n),
+              past_whole = static_cast<int>(whole.end / C.block_n);
+    using ScoreTerms = tile::ScoreTerms<C.type, C.terms>;
+    const ScoreTerms terms(params, sequence, b, h);
+    QueryTile<C>& place = shared.queries[q.stage][group];
+    const tile::PanelOperand q_operand(place.q);
+
+    tile::FragmentC s[1][n], acc_o[1][nv];
+    tile::FragmentA p[n / 2];
+    tile::Softmax<1> softmax;
+    tile::clear(acc_o);
+
+    // s = q k^T, in flight.
+    const auto issue_scores = [&](int block) {
+      constexpr bool begun = has(C.terms, Terms::alibi) && units == tile::Units::raw;
+      if constexpr (begun) {
+        terms.template start<by_keys>(s, first_query + warp_row, block * C.block_n);
+      }
+      ptx::settle(s[0]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < C.head_dim; d += 16)
+        ptx::wgmma<C.type>(s[0], q_operand.cols_from(d), k_operand.cols_from(d, k.stage), begun || d > 0);
+      ptx::wgmma_commit();
+    };
+    // acc_o += p v, in flight.
+    const auto issue_values = [&] {
+      ptx::settle(acc_o[0]);
+      ptx::settle(p);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < n / 2; ++j)
+        ptx::wgmma<C.type>(acc_o[0], p[j], v_operand.rows_from(j * 16, v.stage), true);
+      ptx::wgmma_commit();
+    };
+    // s becomes p, not yet rounded; shrink hears what that does to acc_o.
+    const auto weigh = [&](int block, const auto& shrink) {
+      const int first_key = block * C.block_n;
+      const auto hide = [&] {
+        if (block < first_whole || block >= past_whole)
+          tile::hide(s, mask.tile(first_query + warp_row, first_key));
+      };
+      const auto exponentiate = [&](auto... factor_of) {
+#pragma unroll
+        for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, factor_of...);
+      };
+      bool capped = false;
+      if constexpr (ScoreTerms::caps_in_exponent) {
+        const tile::CapInExponent cap(params);
+        float maximum[1][2];
+        hide();
+        softmax.maxima(s, maximum);
+        capped = cap.holds(maximum, softmax.reference);
+        if (capped) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) maximum[0][half] *= cap.factor(maximum[0][half]);
+          softmax.follow(maximum, 1.0f, shrink);
+          exponentiate([&](float x) { return cap.factor(x); });
+        }
+      }
+      if (!capped) {
+        terms.template apply<by_keys>(
+            s, first_query + warp_row, first_key, [](auto&, float) {}, [](int, int, float) {});
+        hide();
+        softmax.prepare(s, scale_log2, shrink);
+        exponentiate();
+      }
+    };
+    const auto choose_kept = [&](int block) {
+      if constexpr (has(C.terms, Terms::dropout)) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < shared.kept.parts; ++i)
+          terms.choose(shared.kept, i, first_query + warp_row, block * C.block_n);
+        __syncwarp();
+      }
+    };
+    const auto round_p = [&] {
+      if constexpr (has(C.terms, Terms::dropout)) terms.drop(s, shared.kept);
+#pragma unroll
+      for (int j = 0; j < n / 2; ++j) tile::as_operand<C.type>(p[j], s[0], j);
+    };
+
+    ptx::wait(shared.q_there[q.stage].full, q.parity);
+    if ((params.packed() || params.seqused_q != nullptr) && queries < (group + 1) * group_rows)
+      clear_rows(place.q, max(0, queries - group * group_rows), group);
+    if (first_block < past_block) {
+      const int keys_there = sequence.seqlen_k - (past_block - 1) * C.block_n;
+      const bool strangers = (params.packed() || params.seqused_k != nullptr) && keys_there < C.block_n;
+      ptx::wait(shared.k_there[k.stage].full, k.parity);
+      // How softcap is computed depends on the largest score, seen or not.
+      if constexpr (has(C.terms, Terms::softcap)) {
+        if (strangers) clear_rows(shared.k[k.stage], keys_there, group);
+      }
+      issue_scores(past_block - 1);
+      choose_kept(past_block - 1);
+      release_queries();
+      ptx::wgmma_wait<0>();
+      ptx::settle(s[0]);
+      release(shared.k_there[k.stage].empty);
+      k.next();
+      weigh(past_block - 1, [](int, int, float) {});
+      round_p();
+
+      // Keys behind the sequence's last have weight 0: their values have to be numbers.
+      if (strangers) {
+        ptx::wait(shared.v_there[v.stage].full, v.parity);
+        clear_rows(shared.v[v.stage], keys_there, group);
+      }
+#pragma unroll 1
+      for (int block = past_block - 2; block >= first_block; --block) {
+        float by[2] = {1.0f, 1.0f};
+        bool moved = false;
+        ptx::wait(shared.k_there[k.stage].full, k.parity);
+        take_turn();
+        issue_scores(block);
+        ptx::wait(shared.v_there[v.stage].full, v.parity);
+        issue_values();
+        pass_turn();
+        choose_kept(block);
+        ptx::wgmma_wait<1>();
+        ptx::settle(s[0]);
+        release(shared.k_there[k.stage].empty);
+        k.next();
+        weigh(block, [&](int, int half, float x) {
+          by[half] = x;
+          moved = true;
+        });
+        ptx::wgmma_wait<0>();
+        ptx::settle(acc_o[0]);
+        release(shared.v_there[v.stage].empty);
+        v.next();
+        if (moved) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) softmax.shrink_rows(acc_o, 0, half, by[half]);
+        }
+        round_p();
+      }
+      ptx::wait(shared.v_there[v.stage].full, v.parity);
+      issue_values();
+      ptx::wgmma_wait<0>();
+      ptx::settle(acc_o[0]);
+      release(shared.v_there[v.stage].empty);
+      v.next();
+    }
+    release_queries();  // where there were no keys
+    finish<C>(all, work, group, place, softmax, acc_o);
+    leaving = true;
+    left_stage = q.stage;
+    if constexpr (C.q_stages == 1) release_queries();
+    q.next();
+  }
+  if (leaving && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+  if constexpr (C.turns) {
+    if (group == 0) take_turn();  // the last one passed
+  }
+}
+
+template <Sm90ForwardConfig C>
+__device__ void forward(const Sm90ForwardParams& params) {
+  static_assert(C.block_m % group_rows == 0 && C.block_n % 16 == 0);
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<ForwardShared<C>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    const auto init = [](auto& all) {
+      for (auto& barriers : all) {
+        barriers.full.init(1);
+        barriers.empty.init(C.consumers() * 4);  // every warp
+      }
+    };
+    init(shared.q_there);
+    init(shared.k_there);
+    init(shared.v_there);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  if (ptx::warp_index() >= C.consumers() * 4) {
+    cutlass::arch::warpgroup_reg_dealloc<C.producer_registers()>();
+    if (threadIdx.x == C.consumers() * group_threads) produce<C>(params, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<C.consumer_registers()>();
+    consume<C>(params, shared);
+  }
+}
+
+}  // namespace tessera::sm90
