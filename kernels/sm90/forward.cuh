@@ -40,9 +40,18 @@ struct ForwardTiles {
   tile::PanelTile<C.block_n, C.head_dim_v> v[C.stages];
 };
 
+// A warpgroup loads the bias of its queries itself.
+template <Sm90ForwardConfig C, bool there = has(C.terms, Terms::bias)>
+struct ForwardBias {
+  tile::BiasTile<has(C.terms, Terms::wide_bias), group_rows, C.block_n> bias[C.consumers()];
+};
+template <Sm90ForwardConfig C>
+struct ForwardBias<C, false> {};
+
 template <Sm90ForwardConfig C>
 struct ForwardShared
     : ForwardTiles<C>,
+      ForwardBias<C>,
       tile::DropoutShared<has(C.terms, Terms::dropout), C.consumers() * group_threads, 1, C.block_n / 8> {
   struct Barriers {
     ptx::Barrier full, empty;
@@ -288,6 +297,23 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         ptx::wgmma<C.type>(acc_o[0], p[j], v_operand.rows_from(j * 16, v.stage), true);
       ptx::wgmma_commit();
     };
+    const auto load_bias = [&](int block) {
+      if constexpr (has(C.terms, Terms::bias)) {
+        terms.template load_bias<group_threads, true>(shared.bias[group], first_query + group * group_rows,
+                                                      block * C.block_n);
+        cute::cp_async_fence();
+      }
+    };
+    // scores becomes scale * scores + bias; the next block's bias is asked for.
+    const auto add_bias = [&](auto& scores, float scale, int block) {
+      if constexpr (has(C.terms, Terms::bias)) {
+        cute::cp_async_wait<0>();
+        ptx::meet(meeting_of(group), group_threads);
+        terms.add_bias(scores, scale, shared.bias[group], warp_row - group * group_rows);
+        ptx::meet(meeting_of(group), group_threads);
+        if (block > first_block) load_bias(block - 1);
+      }
+    };
     // s becomes p, not yet rounded; shrink hears what that does to acc_o.
     const auto weigh = [&](int block, const auto& shrink) {
       const int first_key = block * C.block_n;
@@ -315,7 +341,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
       if (!capped) {
         terms.template apply<by_keys>(
-            s, first_query + warp_row, first_key, [](auto&, float) {}, [](int, int, float) {});
+            s, first_query + warp_row, first_key,
+            [&](auto& scores, float scale) { add_bias(scores, scale, block); }, [](int, int, float) {});
         hide();
         softmax.prepare(s, scale_log2, shrink);
         exponentiate();
@@ -348,6 +375,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         if (strangers) clear_rows(shared.k[k.stage], keys_there, group);
       }
       issue_scores(past_block - 1);
+      load_bias(past_block - 1);
       choose_kept(past_block - 1);
       release_queries();
       ptx::wgmma_wait<0>();

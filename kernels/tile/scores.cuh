@@ -278,8 +278,10 @@ struct ScoreTerms {
   }
 
   // Starts copying the bias of a tile of queries by keys, as load_tile does. Numbers keep their width.
-  template <int threads, class Tile>
+  // grouped: the block has several such groups of threads.
+  template <int threads, bool grouped = false, class Tile>
   __device__ __forceinline__ void load_bias(Tile& tile, int first_query, int first_key) const {
+    const auto thread = [] { return grouped ? ptx::thread_index() % threads : ptx::thread_index(); };
     const BiasArg& bias = params.bias;
     const int rows = seqlen_q - first_query, cols = seqlen_k - first_key;
     using Number = typename BiasNumber<wide_bias>::Type;
@@ -287,7 +289,7 @@ struct ScoreTerms {
     constexpr int size = sizeof(Number), row_step = threads / Tile::pieces;
     static_assert(threads % Tile::pieces == 0 && row_step % 8 == 0 && Tile::rows % row_step == 0);
     if (bias.aligned) {
-      const int row = ptx::thread_index() / Tile::pieces, piece = ptx::thread_index() % Tile::pieces;
+      const int row = thread() / Tile::pieces, piece = thread() % Tile::pieces;
       const int bytes = max(0, min(16, cols * size - piece * 16));
       const unsigned to = ptx::shared_address(tile.at(row, piece));
       from += row * bias.row + piece * (16 / size);
@@ -300,7 +302,7 @@ struct ScoreTerms {
     }
     constexpr int width = Tile::row_bytes / size;
 #pragma unroll 1
-    for (int i = ptx::thread_index(); i < Tile::rows * width; i += threads) {
+    for (int i = thread(); i < Tile::rows * width; i += threads) {
       const int row = i / width, col = i % width, byte = col * size;
       *reinterpret_cast<Number*>(tile.at(row, byte / 16) + byte % 16) =
           row < rows && col < cols ? from[row * bias.row + col * bias.col] : Number(0);

@@ -204,9 +204,6 @@ Case forced(Case c, const std::string& kernel) {
   }
   c.head_dim = (c.head_dim + 7) / 8 * 8;
   c.head_dim_v = (c.head_dim_v + 7) / 8 * 8;
-  if (is_taken()) return c;
-  c.bias = "";
-  c.dbias = false;
   return c;
 }
 

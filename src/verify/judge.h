@@ -44,8 +44,8 @@ struct Expected {
 // enough, everything around them and the inputs untouched.
 void compare(Tensors& tensors, const Expected& expected, Direction direction, Verdict& verdict);
 
-// The case on that kernel; where it does not take the case's dtypes, layouts, head dims or bias, with others
-// that it does take.
+// The case on that kernel; where it does not take the case's dtypes, layouts or head dims, with others that
+// it does take.
 [[nodiscard]] Case forced(Case c, const std::string& kernel);
 
 // Runs the call with a poisoned, guarded workspace of exactly the size that it asks for.

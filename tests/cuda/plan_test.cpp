@@ -55,8 +55,8 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
 TEST(Plan, EveryHeadDimFitsHoppersForward) {
   for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
     for (int head_dim_v = 8; head_dim_v <= 256; head_dim_v += 8) {
-      for (const Terms terms : {Terms::plain, Terms::softcap, Terms::alibi, Terms::dropout,
-                                Terms::softcap | Terms::alibi | Terms::dropout | Terms::any_scale}) {
+      for (const Terms terms : {Terms::plain, Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias,
+                                Terms::bias | Terms::wide_bias, every_term, every_term | Terms::wide_bias}) {
         for (const Extent extent : {Extent::common, Extent::many_keys, Extent::few_queries}) {
           SCOPED_TRACE(std::to_string(head_dim) + " x " + std::to_string(head_dim_v));
           const Sm90ForwardConfig f = sm90_forward_config(Half::float16, head_dim, head_dim_v, terms, extent);

@@ -195,7 +195,6 @@ std::string why_not_sm90(const Problem& problem) {
            std::to_string(facts.value()->arch / 10) + "." + std::to_string(facts.value()->arch % 10);
   }
   if (problem.dtype == DType::float32) return "its tiles are float16 or bfloat16, q is float32";
-  if (problem.bias.given()) return "it takes no bias";
   if (std::string reason = why_no_maps(problem); !reason.empty()) return reason;
   if (problem.direction == Direction::backward) return why_not(problem);
   const std::int64_t tiles = std::max({problem.batch * problem.num_heads_q, problem.num_heads_q,

@@ -41,8 +41,10 @@ std::string why_not(const char* name, const View& view, const Dimensions& size) 
 
 Status encode(const View& view, const Dimensions& size, int box_cols, int box_rows, void* anywhere,
               TensorMap& map) {
+  // What a dimension of one has for a stride does not matter, but it has to look like one.
+  const std::int64_t row = (size.cols * size_of(view.dtype) + unit - 1) / unit * unit;
   const auto stride = [&](std::int64_t extent, std::int64_t elements) {
-    return extent <= 1 ? unit : elements * size_of(view.dtype);
+    return extent <= 1 ? row : elements * size_of(view.dtype);
   };
   const auto extent = [](std::int64_t x) { return std::max<std::int64_t>(1, x); };
   // Of a tensor without elements nothing is read.

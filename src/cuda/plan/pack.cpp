@@ -29,7 +29,8 @@ void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
     add(192, 128, Terms::plain, extent);
   }
   add(64, 64, Terms::plain, Extent::few_queries);
-  for (const Terms terms : {Terms::softcap, Terms::alibi, Terms::dropout}) {
+  for (const Terms terms :
+       {Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias, Terms::bias | Terms::wide_bias}) {
     for (const int head_dim : {64, 128}) add(head_dim, head_dim, terms, Extent::common);
   }
 }

@@ -209,8 +209,10 @@ int shared_of(const Sm90ForwardConfig& c) {
   const int queries = c.q_stages * c.block_m * std::max(c.head_dim, c.head_dim_v);
   const int keys = c.stages * c.block_n * (c.head_dim + c.head_dim_v);
   const int kept = has(c.terms, Terms::dropout) ? c.consumers() * 128 * 2 * 4 : 0;
+  const int bias_size = has(c.terms, Terms::wide_bias) ? 4 : 2;
+  const int bias = has(c.terms, Terms::bias) ? c.block_m * c.block_n * bias_size : 0;
   const int barriers = (c.q_stages + 2 * c.stages) * 2 * 8;
-  return ((queries + keys) * 2 + kept + barriers + 1023) / 1024 * 1024;
+  return ((queries + keys) * 2 + bias + kept + barriers + 1023) / 1024 * 1024;
 }
 int shared_of(const BackwardConfig& c) {
   const int keys = c.block_n * (c.head_dim + c.head_dim_v), queries = c.block_m * (c.head_dim + c.head_dim_v);
@@ -263,7 +265,9 @@ DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, in
 }
 
 Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms, Extent extent) {
-  const auto& rows = has(terms, Terms::dropout)                               ? sm90_forward_dropout
+  const auto& rows = has(terms, Terms::wide_bias)                             ? sm90_forward_wide_bias
+                     : has(terms, Terms::bias)                                ? sm90_forward_bias
+                     : has(terms, Terms::dropout)                             ? sm90_forward_dropout
                      : terms != Terms::plain || extent == Extent::few_queries ? sm90_forward_terms
                      : extent == Extent::many_keys                            ? sm90_forward_many_keys
                                                                               : sm90_forward;

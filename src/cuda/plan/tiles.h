@@ -67,6 +67,21 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_dropout = {{
     {192,       128,        128,     128,     1,        true},
     {192,       192,        128,      96,     1,        false},
     {256,       256,        128,      64,     1,        false}}};
+// A bias comes in rows of 16 pieces at most: 128 keys, or 64 of float32.
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_bias = {{
+    { 64,        64,        128,     128,     2,        true},
+    { 96,        96,        128,     128,     2,        true},
+    {128,       128,        128,     128,     2,        true},
+    {192,       128,        128,      64,     1,        true},
+    {192,       192,        128,      64,     1,        false},
+    {256,       256,        128,      64,     1,        false}}};
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_wide_bias = {{
+    { 64,        64,        128,      64,     2,        true},
+    { 96,        96,        128,      64,     2,        true},
+    {128,       128,        128,      64,     2,        true},
+    {192,       128,        128,      64,     1,        true},
+    {192,       192,        128,      64,     1,        false},
+    {256,       256,        128,      64,     1,        false}}};
 
 // sm_90, and what came after with as much shared memory.
 inline constexpr TileTable sm90_tiles = {
