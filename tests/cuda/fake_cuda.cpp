@@ -18,7 +18,7 @@ struct FakeModule {
 };
 
 std::mutex mutex;
-fake::Control control{0, 0, 0, 1 << 20, 0, 0, 0, 0, 0, 0, 0, 0, nullptr, 0, 0};
+fake::Control control{0, 0, 0, 1 << 20, 0, 0, 0, 0, 0, 0, 0, 0, nullptr, 0, 0, 0, {}};
 FakeContext* primary[2];
 unsigned long long next_id = 1;
 std::vector<std::unique_ptr<FakeContext>> contexts;  // never destroyed: what is alive is a flag
@@ -183,8 +183,8 @@ int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned thre
   return success;
 }
 int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* data, const unsigned long long* extents,
-                           const unsigned long long* strides, const unsigned* box, const unsigned*, int, int,
-                           int, int) {
+                           const unsigned long long* strides, const unsigned* box, const unsigned*, int,
+                           int swizzle, int, int) {
   if (reinterpret_cast<unsigned long long>(map) % 64 != 0 ||
       reinterpret_cast<unsigned long long>(data) % 16 != 0)
     return invalid_value;
@@ -193,6 +193,15 @@ int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* data, const unsi
     if (i > 0 && strides[i - 1] % 16 != 0) return invalid_value;
   }
   std::memset(map, 0, 128);
+  if (control.maps < 4) {
+    fake::Control::Map& made = control.map[control.maps];
+    made.data = data;
+    std::memcpy(made.extents, extents, sizeof(made.extents));
+    std::memcpy(made.strides, strides, sizeof(made.strides));
+    std::memcpy(made.box, box, sizeof(made.box));
+    made.swizzle = swizzle;
+  }
+  ++control.maps;
   return success;
 }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int threads, std::size_t) {

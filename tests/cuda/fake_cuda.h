@@ -15,6 +15,14 @@ struct Control {
   const void* stream;
   unsigned long long param;
   int depth;  // of the thread's stack of contexts
+  // The tensor maps that were made, the first four of them.
+  int maps;
+  struct Map {
+    const void* data;
+    unsigned long long extents[4], strides[3];
+    unsigned box[4];
+    int swizzle;
+  } map[4];
 };
 
 }  // namespace fake

@@ -1,7 +1,5 @@
 #include "cuda/launch/tensor_maps.h"
 
-#include <algorithm>
-
 #include "cuda/driver/driver.h"
 
 namespace tessera::cuda {
@@ -12,6 +10,8 @@ constexpr std::int64_t far = std::int64_t{1} << 40;  // bytes that strides stay 
 
 struct Dimensions {
   std::int64_t cols, rows, heads, batch;
+
+  [[nodiscard]] bool nothing() const { return rows == 0 || heads == 0 || batch == 0; }
 };
 Dimensions queries_of(const Problem& problem, std::int64_t cols) {
   return {cols, problem.rows_q, problem.num_heads_q, problem.packed ? 1 : problem.batch};
@@ -24,6 +24,7 @@ std::string why_not(const char* name, const View& view, const Dimensions& size) 
   const auto text = [&](const char* what, std::int64_t value, const char* expected) {
     return std::string(name) + what + std::to_string(value) + ", TMA wants " + expected;
   };
+  if (size.nothing()) return "";
   if (view.dtype == DType::float32) return std::string(name) + " is float32, TMA copies 16-bit tiles";
   if (reinterpret_cast<std::uintptr_t>(view.data) % unit != 0)
     return std::string(name) + " does not begin at a multiple of 16 bytes, as TMA wants";
@@ -39,19 +40,18 @@ std::string why_not(const char* name, const View& view, const Dimensions& size) 
   return reason;
 }
 
-Status encode(const View& view, const Dimensions& size, int box_cols, int box_rows, void* anywhere,
-              TensorMap& map) {
-  // What a dimension of one has for a stride does not matter, but it has to look like one.
+Status encode(const View& view, Dimensions size, int box_cols, int box_rows, void* anywhere, TensorMap& map) {
+  // Of a tensor without elements nothing is read, but it has to look like one.
+  void* const data = size.nothing() ? anywhere : view.data;
+  if (size.nothing()) size.rows = size.heads = size.batch = 1;
+  // So has the stride of a dimension of one.
   const std::int64_t row = (size.cols * size_of(view.dtype) + unit - 1) / unit * unit;
   const auto stride = [&](std::int64_t extent, std::int64_t elements) {
-    return extent <= 1 ? row : elements * size_of(view.dtype);
+    return extent == 1 ? row : elements * size_of(view.dtype);
   };
-  const auto extent = [](std::int64_t x) { return std::max<std::int64_t>(1, x); };
-  // Of a tensor without elements nothing is read.
-  void* const data = view.data != nullptr ? view.data : anywhere;
   return encode_tensor_map(
       {data,
-       {extent(size.cols), extent(size.rows), extent(size.heads), extent(size.batch)},
+       {size.cols, size.rows, size.heads, size.batch},
        {stride(size.rows, view.seq), stride(size.heads, view.head), stride(size.batch, view.batch)},
        box_cols,
        box_rows},

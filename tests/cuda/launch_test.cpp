@@ -1,0 +1,118 @@
+// What calls on a Hopper GPU ask of the driver, on a fake one: which kernel, its grid and its tensor maps.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include "cuda/driver/driver.h"
+#include "fake_cuda.h"
+#include "tessera/tessera.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+fake::Control& fake_driver() {
+  void* library = ::dlopen(TESSERA_FAKE_CUDA, RTLD_NOW);
+  return *reinterpret_cast<fake::Control* (*)()>(::dlsym(library, "fake_control"))();
+}
+
+// Never read: only the addresses matter.
+void* address(int tensor, int offset = 0) {
+  return reinterpret_cast<void*>(0x10000000ULL * static_cast<unsigned>(tensor + 1) +
+                                 static_cast<unsigned>(offset));
+}
+
+// (batch, seqlen, heads, dim), compact, on the device of compute capability 9.0.
+Forward call_of(std::int64_t seqlen, std::int64_t head_dim, std::int64_t head_dim_v) {
+  const auto tensor = [&](int number, std::int64_t heads, std::int64_t dim) {
+    Tensor t(address(number), DType::bfloat16, {2, seqlen, heads, dim});
+    t.device = {kDLCUDA, 1};
+    return t;
+  };
+  Forward call;
+  call.q = tensor(0, 8, head_dim);
+  call.k = tensor(1, 2, head_dim);
+  call.v = tensor(2, 2, head_dim_v);
+  call.o = tensor(3, 8, head_dim_v);
+  return call;
+}
+
+class HopperLaunch : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (compiler_version().empty()) GTEST_SKIP() << "no NVRTC";
+  }
+};
+
+std::string ran(const Forward& call) {
+  fake_driver().maps = fake_driver().launches = 0;
+  const Status status = forward(call);
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(fake_driver().launches, 1);
+  return last_kernel();
+}
+
+void expect_map(const fake::Control::Map& map, int tensor, std::int64_t seqlen, unsigned long long heads,
+                unsigned long long dim, unsigned box_cols, unsigned box_rows) {
+  EXPECT_EQ(map.data, address(tensor));
+  EXPECT_EQ(map.extents[0], dim);
+  EXPECT_EQ(map.extents[1], static_cast<unsigned long long>(seqlen));
+  EXPECT_EQ(map.extents[2], heads);
+  EXPECT_EQ(map.extents[3], 2U);
+  EXPECT_EQ(map.strides[0], heads * dim * 2);
+  EXPECT_EQ(map.strides[1], dim * 2);
+  EXPECT_EQ(map.strides[2], static_cast<unsigned long long>(seqlen) * heads * dim * 2);
+  EXPECT_EQ(map.box[0], box_cols);
+  EXPECT_EQ(map.box[1], box_rows);
+  EXPECT_EQ(map.box[2], 1U);
+  EXPECT_EQ(map.box[3], 1U);
+  EXPECT_EQ(map.swizzle, box_cols == 64 ? 3 : 2);
+}
+
+TEST_F(HopperLaunch, MapsAreOfTheTensorsAndTheTiles) {
+  Forward call = call_of(1000, 128, 96);
+  call.options.causal = true;
+  EXPECT_EQ(ran(call), "cuda_sm90");
+  const fake::Control& driver = fake_driver();
+  EXPECT_EQ(driver.blocks, 128U);  // 8 tiles of each head
+  EXPECT_EQ(driver.threads, 384U);
+  ASSERT_EQ(driver.maps, 4);
+  expect_map(driver.map[0], 0, 1000, 8, 128, 64, 64);
+  expect_map(driver.map[1], 1, 1000, 2, 128, 64, 128);
+  expect_map(driver.map[2], 2, 1000, 2, 96, 32, 128);
+  expect_map(driver.map[3], 3, 1000, 8, 96, 32, 16);
+}
+
+TEST_F(HopperLaunch, WhatTmaCannotCopyRunsOnTheOtherKernel) {
+  Forward odd = call_of(64, 60, 64);
+  EXPECT_EQ(ran(odd), "cuda_sm80");
+  Forward late = call_of(64, 64, 64);
+  late.k.data = address(1, 2);
+  EXPECT_EQ(ran(late), "cuda_sm80");
+  late.options.kernel = "cuda_sm90";
+  EXPECT_NE(forward(late).message().find("k does not begin at a multiple of 16 bytes"), std::string::npos)
+      << forward(late).message();
+  Forward expanded = call_of(64, 64, 64);
+  expanded.v.stride[0] = 0;
+  EXPECT_EQ(ran(expanded), "cuda_sm80");
+}
+
+// o needs no map: it can be stored without.
+TEST_F(HopperLaunch, AnOutputThatTmaCannotStore) {
+  Forward call = call_of(64, 64, 64);
+  call.o.data = address(3, 2);
+  EXPECT_EQ(ran(call), "cuda_sm90");
+  EXPECT_EQ(fake_driver().maps, 3);
+}
+
+TEST_F(HopperLaunch, NoKeysAtAll) {
+  Forward call = call_of(64, 64, 64);
+  for (Tensor* tensor : {&call.k, &call.v}) {
+    tensor->shape[1] = 0;
+    tensor->data = nullptr;
+  }
+  EXPECT_EQ(ran(call), "cuda_sm90");
+  EXPECT_EQ(fake_driver().map[1].extents[1], 1U);
+  EXPECT_NE(fake_driver().map[1].data, nullptr);
+}
+
+}  // namespace
+}  // namespace tessera::cuda
