@@ -96,7 +96,7 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
   for (Schedule<C.block_m, C.block_n> schedule(params); schedule.more(); schedule.next()) {
     const ForwardWork work = schedule.work();
     if (!work.there()) continue;
-    const int b = params.attention.packed() ? 0 : work.b, head_k = work.h / params.attention.group_size;
+    const int b = params.attention.packed() ? 0 : work.b, head_k = params.order.group_size.quotient(work.h);
     // Waits until the buffer is free, and announces what will come.
     const auto begin = [](auto& barriers, unsigned parity, int bytes) {
       ptx::wait(barriers.empty, parity ^ 1);
@@ -262,8 +262,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const Mask mask = params.mask(sequence);
     const Range whole =
         mask.keys_of_all({first_query + group * group_rows, first_query + (group + 1) * group_rows});
-    const int first_whole = static_cast<int>((whole.begin + C.block_n - 1) / C.block_n),
-              past_whole = static_cast<int>(whole.end / C.block_n);
+    const int first_whole = (static_cast<unsigned>(whole.begin) + C.block_n - 1) / C.block_n,
+              past_whole = static_cast<unsigned>(whole.end) / C.block_n;
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms>;
     const ScoreTerms terms(params, sequence, b, h);
     QueryTile<C>& place = shared.queries[q.stage][group];

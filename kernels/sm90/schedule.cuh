@@ -18,9 +18,8 @@ struct ForwardWork {
   }
 };
 
-// All tiles in one order: the last of a sequence first, for under a causal mask they see most, and
-// order.together heads side by side. They are dealt out to the blocks of threads back and forth, so that who
-// had a longer one gets a shorter one next.
+// All tiles in one order, the last of a sequence first: under a causal mask they see most. They are dealt out
+// to the blocks of threads back and forth, so that who had a longer one gets a shorter one next.
 template <int block_m, int block_n>
 class Schedule {
  public:
@@ -29,10 +28,9 @@ class Schedule {
   __device__ __forceinline__ void next() { ++round; }
 
   [[nodiscard]] __device__ __forceinline__ ForwardWork work() const {
-    const unsigned section = index() / (order.rows * order.together);
-    const unsigned rest = index() - section * order.rows * order.together;
-    const unsigned here = min(order.together, order.heads - section * order.together);
-    const unsigned row = order.rows - 1 - rest / here, head = section * order.together + rest % here;
+    const unsigned outer = order.inner.quotient(index()), inner = order.inner.remainder(index());
+    const unsigned row = order.rows - 1 - (order.by_rows ? outer : inner),
+                   head = order.by_rows ? inner : outer;
     ForwardWork work;
     int m_block = static_cast<int>(row);
     if (params.packed()) {
@@ -40,16 +38,18 @@ class Schedule {
       work.b = b;
       m_block = tile;
     } else {
-      work.b = static_cast<int>(head / params.num_heads_q);
+      work.b = static_cast<int>(order.num_heads_q.quotient(head));
     }
-    work.h = static_cast<int>(params.packed() ? head : head % params.num_heads_q);
+    work.h = static_cast<int>(params.packed() ? head : order.num_heads_q.remainder(head));
     work.sequence = params.sequence(work.b);
     work.first_query = m_block * block_m;
     work.queries = max(0, min(work.sequence.seqlen_q - work.first_query, block_m));
     const Range keys =
         params.mask(work.sequence).keys_of_any({work.first_query, work.first_query + work.queries});
-    work.first_block = static_cast<int>(keys.begin / block_n);
-    work.past_block = keys.empty() ? work.first_block : static_cast<int>((keys.end + block_n - 1) / block_n);
+    // Keys are below 2^31.
+    work.first_block = static_cast<unsigned>(keys.begin) / block_n;
+    work.past_block =
+        keys.empty() ? work.first_block : (static_cast<unsigned>(keys.end) + block_n - 1) / block_n;
     return work;
   }
 

@@ -95,10 +95,32 @@ struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
 
+// Divides by a number that the host knows: a product instead of a division.
+struct Divisor {
+  unsigned divisor = 1, shift = 0;
+  unsigned factor = (1u << 31) + 1;
+
+  Divisor() = default;
+  TESSERA_HD constexpr explicit Divisor(unsigned d) : divisor(d) {
+    while ((1ULL << shift) < d) ++shift;
+    factor = static_cast<unsigned>((1ULL << (31 + shift)) / d + 1);
+  }
+  // n below 2^31.
+  [[nodiscard]] TESSERA_HD constexpr unsigned quotient(unsigned n) const {
+    return static_cast<unsigned>(static_cast<unsigned long long>(n) * factor >> 31 >> shift);
+  }
+  [[nodiscard]] TESSERA_HD constexpr unsigned remainder(unsigned n) const {
+    return n - quotient(n) * divisor;
+  }
+};
+
 // The tiles of queries of all heads (of all batch entries, unless they are packed): a row of them has one of
-// each head. `together` heads at a time are dealt out.
+// each head. They are dealt out row by row, or head by head.
 struct TileOrder {
-  unsigned rows, heads, together;
+  unsigned rows, heads;
+  bool by_rows;
+  Divisor inner;  // heads, or rows
+  Divisor num_heads_q, group_size;
 };
 
 struct Sm90ForwardParams {

@@ -193,11 +193,11 @@ TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   const TileOrder order = tile_order(f, p);
   EXPECT_EQ(order.rows, static_cast<unsigned>(rows));
   EXPECT_EQ(order.heads, 15U);
-  EXPECT_EQ(order.together, 1U);  // every tile sees every key
+  EXPECT_FALSE(order.by_rows);  // every tile sees every key
   Problem causal = p;
   causal.max_seqlen_q = causal.max_seqlen_k = 1000;
   causal.window_right = 0;
-  EXPECT_EQ(tile_order(f, causal).together, 15U);
+  EXPECT_TRUE(tile_order(f, causal).by_rows);
 }
 
 TEST(Plan, HoppersForwardFitsTheSequences) {
@@ -211,6 +211,18 @@ TEST(Plan, HoppersForwardFitsTheSequences) {
   EXPECT_EQ(config_of(2048, 64, true).block_m, 192);
   EXPECT_GT(config_of(8192, 128, false).block_n, config_of(8192, 128, true).block_n);
   EXPECT_EQ(config_of(1024, 128, false).block_n, config_of(1024, 128, true).block_n);
+}
+
+TEST(Divisor, DividesExactly) {
+  for (const unsigned d : {1U, 2U, 3U, 5U, 7U, 12U, 127U, 128U, 129U, 1000U, 65535U, 65537U, 0x7FFFFFFFU}) {
+    const Divisor divisor(d);
+    for (const unsigned base : {0U, d, 2 * d, 1000U, 1U << 16, 1U << 30, 0x7FFFFFFFU}) {
+      for (unsigned n = base < 2 ? 0 : base - 2; n < base + 3 && n <= 0x7FFFFFFFU; ++n) {
+        EXPECT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
+        EXPECT_EQ(divisor.remainder(n), n % d) << n << " % " << d;
+      }
+    }
+  }
 }
 
 // Every tile of every packed sequence has a number of its own below the count, and find_tile gives it back.

@@ -325,11 +325,17 @@ std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, 
 }
 TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem) {
   const std::int64_t heads = (problem.packed ? 1 : problem.batch) * problem.num_heads_q;
-  const std::int64_t rows = heads == 0 || problem.rows_q == 0 ? 0 : forward_tiles(config, problem) / heads;
+  if (forward_tiles(config, problem) == 0) return {};
+  TileOrder order{};
+  order.heads = static_cast<unsigned>(heads);
+  order.rows = static_cast<unsigned>(forward_tiles(config, problem) / heads);
   // Tiles that differ are dealt out longest first, over all heads: the caches hold what the tiles that run at
   // a time have in common. Tiles that are alike keep one head's keys in the L2 cache.
-  const std::int64_t together = problem.packed || is_masked(problem) ? std::max<std::int64_t>(heads, 1) : 1;
-  return {static_cast<unsigned>(rows), static_cast<unsigned>(heads), static_cast<unsigned>(together)};
+  order.by_rows = problem.packed || is_masked(problem);
+  order.inner = Divisor(order.by_rows ? order.heads : order.rows);
+  order.num_heads_q = Divisor(static_cast<unsigned>(problem.num_heads_q));
+  order.group_size = Divisor(static_cast<unsigned>(problem.group_size));
+  return order;
 }
 std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
