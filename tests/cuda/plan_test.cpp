@@ -211,6 +211,10 @@ TEST(Plan, HoppersForwardFitsTheSequences) {
   EXPECT_EQ(config_of(2048, 64, true).block_m, 192);
   EXPECT_GT(config_of(8192, 128, false).block_n, config_of(8192, 128, true).block_n);
   EXPECT_EQ(config_of(1024, 128, false).block_n, config_of(1024, 128, true).block_n);
+  // A row's bits depend on block_n: of packed sequences it is always the same.
+  Problem packed = problem_of(2, 100'000, 4, 128);
+  packed.packed = true;
+  EXPECT_EQ(sm90_forward_config(packed).block_n, config_of(100, 128, true).block_n);
 }
 
 TEST(Divisor, DividesExactly) {

@@ -284,11 +284,13 @@ Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
     return sm90_forward_config(half_of(problem), static_cast<int>(problem.head_dim),
                                static_cast<int>(problem.head_dim_v), terms_of(problem), extent);
   };
+  // A packed sequence has the same bits whatever its neighbours are: so has block_n.
+  if (problem.packed) return with(Extent::common);
   constexpr std::int64_t many = 4096;
-  if (!is_masked(problem) && problem.max_seqlen_k >= many) return with(Extent::many_keys);
+  if (!is_masked(problem) && problem.rows_k >= many) return with(Extent::many_keys);
   const Sm90ForwardConfig config = with(Extent::common), smaller = with(Extent::few_queries);
   const auto filled = [&](int block_m) { return ceil_div(problem.rows_q, block_m) * block_m; };
-  const bool wasteful = !problem.packed && filled(config.block_m) * 20 > filled(smaller.block_m) * 21;
+  const bool wasteful = filled(config.block_m) * 20 > filled(smaller.block_m) * 21;
   return wasteful && smaller.block_m < config.block_m ? smaller : config;
 }
 
