@@ -56,7 +56,7 @@ struct ForwardShared
   struct Barriers {
     ptx::Barrier full, empty;
   };
-  Barriers q_there[C.q_stages], k_there[C.stages], v_there[C.stages];
+  Barriers q_there[C.q_stages][C.consumers()], k_there[C.stages], v_there[C.stages];
 };
 
 // One of a ring of buffers, and the parity of its barriers' phase.
@@ -103,10 +103,10 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
       barriers.full.arrive_and_expect_tx(bytes);
     };
     const auto load_q = [&] {
-      begin(shared.q_there[q.stage], q.parity, C.block_m * C.head_dim * 2);
 #pragma unroll
       for (int i = 0; i < C.consumers(); ++i) {
-        load_tile<Reuse::once>(shared.queries[q.stage][i].q, params.q, shared.q_there[q.stage].full,
+        begin(shared.q_there[q.stage][i], q.parity, group_rows * C.head_dim * 2);
+        load_tile<Reuse::once>(shared.queries[q.stage][i].q, params.q, shared.q_there[q.stage][i].full,
                                work.sequence.q_begin + work.first_query + i * group_rows, work.h, b);
       }
       q.next();
@@ -242,19 +242,19 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   };
   if (group + 1 == C.consumers()) pass_turn();
 
-  // The buffer of a tile that is done, which TMA may still be reading o from.
+  Cursor<C.q_stages> q;
+  Cursor<C.stages> k, v;
+  // The buffer of the tile before this one, which TMA may still be reading o from; of this one, if it is the
+  // only one.
   bool leaving = false;
-  unsigned left_stage = 0;
   const auto release_queries = [&] {
     if (!leaving) return;
     if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
     __syncwarp();  // those that copied o themselves
-    release(shared.q_there[left_stage].empty);
+    release(shared.q_there[(q.stage + C.q_stages - 1) % C.q_stages][group].empty);
     leaving = false;
   };
 
-  Cursor<C.q_stages> q;
-  Cursor<C.stages> k, v;
   for (Schedule<C.block_m, C.block_n> schedule(all); schedule.more(); schedule.next()) {
     const ForwardWork work = schedule.work();
     if (!work.there()) continue;
@@ -363,7 +363,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       for (int j = 0; j < n / 2; ++j) tile::as_operand<C.type>(p[j], s[0], j);
     };
 
-    ptx::wait(shared.q_there[q.stage].full, q.parity);
+    ptx::wait(shared.q_there[q.stage][group].full, q.parity);
     if ((params.packed() || params.seqused_q != nullptr) && queries < (group + 1) * group_rows)
       clear_rows(place.q, max(0, queries - group * group_rows), group);
     if (first_block < past_block) {
@@ -427,9 +427,9 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       v.next();
     }
     release_queries();  // where there were no keys
-    finish<C>(all, work, group, place, softmax, acc_o);
+    // Where registers are scarce, what only the end needs is found again.
+    finish<C>(all, C.terms == Terms::plain ? work : schedule.work_again(), group, place, softmax, acc_o);
     leaving = true;
-    left_stage = q.stage;
     if constexpr (C.q_stages == 1) release_queries();
     q.next();
   }
@@ -445,15 +445,15 @@ __device__ void forward(const Sm90ForwardParams& params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<C>*>(shared_bytes);
   if (threadIdx.x == 0) {
-    const auto init = [](auto& all) {
+    const auto init = [](auto& all, int groups) {
       for (auto& barriers : all) {
         barriers.full.init(1);
-        barriers.empty.init(C.consumers() * 4);  // every warp
+        barriers.empty.init(groups * 4);  // every warp
       }
     };
-    init(shared.q_there);
-    init(shared.k_there);
-    init(shared.v_there);
+    for (auto& groups : shared.q_there) init(groups, 1);
+    init(shared.k_there, C.consumers());
+    init(shared.v_there, C.consumers());
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

@@ -4,6 +4,7 @@
 #include "core/attention_config.h"
 #include "core/attention_params.h"
 #include "ptx/math.cuh"
+#include "ptx/shared.cuh"
 
 namespace tessera::sm90 {
 
@@ -26,6 +27,12 @@ class Schedule {
   __device__ explicit Schedule(const Sm90ForwardParams& all) : params(all.attention), order(all.order) {}
   [[nodiscard]] __device__ __forceinline__ bool more() const { return index() < order.rows * order.heads; }
   __device__ __forceinline__ void next() { ++round; }
+  // The same, from where the compiler cannot tell: what work() gave need not be kept.
+  [[nodiscard]] __device__ __forceinline__ ForwardWork work_again() const {
+    Schedule same = *this;
+    same.round = ptx::opaque(round);
+    return same.work();
+  }
 
   [[nodiscard]] __device__ __forceinline__ ForwardWork work() const {
     const unsigned outer = order.inner.quotient(index()), inner = order.inner.remainder(index());

@@ -211,7 +211,7 @@ int shared_of(const Sm90ForwardConfig& c) {
   const int kept = has(c.terms, Terms::dropout) ? c.consumers() * 128 * 2 * 4 : 0;
   const int bias_size = has(c.terms, Terms::wide_bias) ? 4 : 2;
   const int bias = has(c.terms, Terms::bias) ? c.block_m * c.block_n * bias_size : 0;
-  const int barriers = (c.q_stages + 2 * c.stages) * 2 * 8;
+  const int barriers = (c.q_stages * c.consumers() + 2 * c.stages) * 2 * 8;
   return ((queries + keys) * 2 + bias + kept + barriers + 1023) / 1024 * 1024;
 }
 int shared_of(const BackwardConfig& c) {
