@@ -19,13 +19,12 @@ struct ForwardWork {
   }
 };
 
-// All tiles in one order, the last of a sequence first: under a causal mask they see most. They are dealt out
-// to the blocks of threads back and forth, so that who had a longer one gets a shorter one next.
+// The tiles of one block of threads.
 template <int block_m, int block_n>
 class Schedule {
  public:
   __device__ explicit Schedule(const Sm90ForwardParams& all) : params(all.attention), order(all.order) {}
-  [[nodiscard]] __device__ __forceinline__ bool more() const { return index() < order.rows * order.heads; }
+  [[nodiscard]] __device__ __forceinline__ bool more() const { return unit() < order.units(); }
   __device__ __forceinline__ void next() { ++round; }
   // The same, from where the compiler cannot tell: what work() gave need not be kept.
   [[nodiscard]] __device__ __forceinline__ ForwardWork work_again() const {
@@ -35,9 +34,10 @@ class Schedule {
   }
 
   [[nodiscard]] __device__ __forceinline__ ForwardWork work() const {
-    const unsigned outer = order.inner.quotient(index()), inner = order.inner.remainder(index());
-    const unsigned row = order.rows - 1 - (order.by_rows ? outer : inner),
-                   head = order.by_rows ? inner : outer;
+    const unsigned outer = order.inner.quotient(unit()), inner = order.inner.remainder(unit());
+    const unsigned head = order.by_rows ? inner : outer, place = order.by_rows ? outer : inner;
+    const bool second = order.paired && round % 2 == 1;
+    const unsigned row = second ? place : order.rows - 1 - place;
     ForwardWork work;
     int m_block = static_cast<int>(row);
     if (params.packed()) {
@@ -49,7 +49,8 @@ class Schedule {
     }
     work.h = static_cast<int>(params.packed() ? head : order.num_heads_q.remainder(head));
     work.sequence = params.sequence(work.b);
-    work.first_query = m_block * block_m;
+    // Of an odd number of tiles the one in the middle has no partner.
+    work.first_query = second && 2 * place + 1 == order.rows ? -1 : m_block * block_m;
     work.queries = max(0, min(work.sequence.seqlen_q - work.first_query, block_m));
     const Range keys =
         params.mask(work.sequence).keys_of_any({work.first_query, work.first_query + work.queries});
@@ -61,8 +62,8 @@ class Schedule {
   }
 
  private:
-  [[nodiscard]] __device__ __forceinline__ unsigned index() const {
-    return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  [[nodiscard]] __device__ __forceinline__ unsigned unit() const {
+    return blockIdx.x + (order.paired ? round / 2 : round) * gridDim.x;
   }
 
   const AttentionParams& params;

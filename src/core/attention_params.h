@@ -114,13 +114,20 @@ struct Divisor {
   }
 };
 
-// The tiles of queries of all heads (of all batch entries, unless they are packed): a row of them has one of
-// each head. They are dealt out row by row, or head by head.
+// How tiles of queries are dealt out. Blocks of threads take units in turn: a tile, or - where tiles of a head
+// differ, as under a causal mask - one that sees many keys and one that sees few, so that units are alike. The
+// units of a head follow one another, so that those which run at a time share keys in the L2 cache; the last
+// tiles of a sequence, which see most, come first.
 struct TileOrder {
-  unsigned rows, heads;
-  bool by_rows;
-  Divisor inner;  // heads, or rows
+  unsigned rows, heads;  // a row of tiles has one of each head (unless packed: of all batch entries)
+  bool paired;
+  bool by_rows;   // the heads of a row follow one another instead
+  Divisor inner;  // units that follow one another
   Divisor num_heads_q, group_size;
+
+  [[nodiscard]] TESSERA_HD constexpr unsigned units() const {
+    return (paired ? (rows + 1) / 2 : rows) * heads;
+  }
 };
 
 struct Sm90ForwardParams {

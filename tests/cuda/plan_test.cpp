@@ -193,11 +193,12 @@ TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   const TileOrder order = tile_order(f, p);
   EXPECT_EQ(order.rows, static_cast<unsigned>(rows));
   EXPECT_EQ(order.heads, 15U);
-  EXPECT_FALSE(order.by_rows);  // every tile sees every key
+  EXPECT_FALSE(order.paired);  // every tile sees every key
   Problem causal = p;
   causal.max_seqlen_q = causal.max_seqlen_k = 1000;
   causal.window_right = 0;
-  EXPECT_TRUE(tile_order(f, causal).by_rows);
+  EXPECT_TRUE(tile_order(f, causal).paired);
+  EXPECT_EQ(tile_order(f, causal).units(), static_cast<unsigned>((rows + 1) / 2 * 15));
 }
 
 TEST(Plan, HoppersForwardFitsTheSequences) {

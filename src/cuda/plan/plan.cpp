@@ -322,22 +322,21 @@ std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem) {
 std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem) {
   return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
 }
-std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
-  return std::min<std::int64_t>(forward_tiles(config, problem), limits.multiprocessors);
-}
 TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem) {
   const std::int64_t heads = (problem.packed ? 1 : problem.batch) * problem.num_heads_q;
   if (forward_tiles(config, problem) == 0) return {};
   TileOrder order{};
   order.heads = static_cast<unsigned>(heads);
   order.rows = static_cast<unsigned>(forward_tiles(config, problem) / heads);
-  // Tiles that differ are dealt out longest first, over all heads: the caches hold what the tiles that run at
-  // a time have in common. Tiles that are alike keep one head's keys in the L2 cache.
-  order.by_rows = problem.packed || is_masked(problem);
-  order.inner = Divisor(order.by_rows ? order.heads : order.rows);
+  order.paired = !problem.packed && is_masked(problem);
+  order.by_rows = problem.packed;
+  order.inner = Divisor(order.by_rows ? order.heads : order.units() / order.heads);
   order.num_heads_q = Divisor(static_cast<unsigned>(problem.num_heads_q));
   order.group_size = Divisor(static_cast<unsigned>(problem.group_size));
   return order;
+}
+std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
+  return std::min<std::int64_t>(tile_order(config, problem).units(), limits.multiprocessors);
 }
 std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
