@@ -62,8 +62,11 @@ class Schedule {
   }
 
  private:
+  // From turn to turn the blocks of threads change places by a few: where the units of a head divide their
+  // number, the same ones would get the small units otherwise.
   [[nodiscard]] __device__ __forceinline__ unsigned unit() const {
-    return blockIdx.x + (order.paired ? round / 2 : round) * gridDim.x;
+    const unsigned turn = order.paired ? round / 2 : round, place = blockIdx.x + turn * 7 % gridDim.x;
+    return turn * gridDim.x + (place < gridDim.x ? place : place - gridDim.x);
   }
 
   const AttentionParams& params;

@@ -290,7 +290,9 @@ Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
   if (!is_masked(problem) && problem.rows_k >= many) return with(Extent::many_keys);
   const Sm90ForwardConfig config = with(Extent::common), smaller = with(Extent::few_queries);
   const auto filled = [&](int block_m) { return ceil_div(problem.rows_q, block_m) * block_m; };
-  const bool wasteful = filled(config.block_m) * 20 > filled(smaller.block_m) * 21;
+  // Under a mask larger tiles also have more that nobody sees.
+  const std::int64_t most = is_masked(problem) ? 105 : 125;  // percent
+  const bool wasteful = filled(config.block_m) * 100 > filled(smaller.block_m) * most;
   return wasteful && smaller.block_m < config.block_m ? smaller : config;
 }
 
