@@ -114,10 +114,10 @@ struct Divisor {
   }
 };
 
-// How tiles of queries are dealt out. Blocks of threads take units in turn: a tile, or - where tiles of a head
-// differ, as under a causal mask - one that sees many keys and one that sees few, so that units are alike. The
-// units of a head follow one another, so that those which run at a time share keys in the L2 cache; the last
-// tiles of a sequence, which see most, come first.
+// How tiles of queries are dealt out. Blocks of threads take units in turn: a tile, or - where tiles of a
+// head differ, as under a causal mask - one that sees many keys and one that sees few, so that units are
+// alike. The units of a head follow one another, so that those which run at a time share keys in the L2
+// cache; the last tiles of a sequence, which see most, come first.
 struct TileOrder {
   unsigned rows, heads;  // a row of tiles has one of each head (unless packed: of all batch entries)
   bool paired;

@@ -190,15 +190,18 @@ TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   EXPECT_EQ(blocks_of(f, p, limits), std::min(132, 3 * rows * 5));
   EXPECT_EQ(blocks_of(f, small, limits), rows);
   EXPECT_EQ(blocks_of(f, problem_of(3, 0, 5, 64), limits), 0);
-  const TileOrder order = tile_order(f, p);
+  const TileOrder order = tile_order(f, p, limits);
   EXPECT_EQ(order.rows, static_cast<unsigned>(rows));
   EXPECT_EQ(order.heads, 15U);
   EXPECT_FALSE(order.paired);  // every tile sees every key
   Problem causal = p;
   causal.max_seqlen_q = causal.max_seqlen_k = 1000;
   causal.window_right = 0;
-  EXPECT_TRUE(tile_order(f, causal).paired);
-  EXPECT_EQ(tile_order(f, causal).units(), static_cast<unsigned>((rows + 1) / 2 * 15));
+  EXPECT_FALSE(tile_order(f, causal, limits).paired);  // few tiles
+  causal.batch = 30;
+  const TileOrder pairs = tile_order(sm90_forward_config(causal), causal, limits);
+  EXPECT_TRUE(pairs.paired);
+  EXPECT_EQ(pairs.units(), (pairs.rows + 1) / 2 * 150);
 }
 
 TEST(Plan, HoppersForwardFitsTheSequences) {
@@ -208,7 +211,9 @@ TEST(Plan, HoppersForwardFitsTheSequences) {
     if (causal) p.window_right = 0;
     return sm90_forward_config(p);
   };
-  EXPECT_EQ(config_of(1024, 64, false).block_m, 128);  // 1152 rows in tiles of 192
+  EXPECT_EQ(config_of(1024, 64, true).block_m, 128);  // 1152 rows in tiles of 192
+  EXPECT_EQ(config_of(1024, 64, false).block_m, 192);
+  EXPECT_EQ(config_of(100, 64, false).block_m, 128);
   EXPECT_EQ(config_of(2048, 64, true).block_m, 192);
   EXPECT_GT(config_of(8192, 128, false).block_n, config_of(8192, 128, true).block_n);
   EXPECT_EQ(config_of(1024, 128, false).block_n, config_of(1024, 128, true).block_n);

@@ -120,7 +120,7 @@ Status run_forward_sm90(const Context& context, const Problem& problem, bool onl
   const Sm90ForwardConfig config = sm90_forward_config(problem);
   Sm90ForwardParams params{};
   params.attention = make_params(problem);
-  params.order = tile_order(config, problem);
+  params.order = tile_order(config, problem, limits_of(context.facts()));
   if (!only_load && forward_tiles(config, problem) > 0) {
     if (Status status = fill_maps(config, problem, params); !status.ok()) return status;
   }

@@ -324,13 +324,15 @@ std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem) {
 std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem) {
   return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
 }
-TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem) {
+TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
   const std::int64_t heads = (problem.packed ? 1 : problem.batch) * problem.num_heads_q;
   if (forward_tiles(config, problem) == 0) return {};
   TileOrder order{};
   order.heads = static_cast<unsigned>(heads);
   order.rows = static_cast<unsigned>(forward_tiles(config, problem) / heads);
-  order.paired = !problem.packed && is_masked(problem);
+  // Pairs are for many tiles: of few, every one has a multiprocessor of its own.
+  order.paired = !problem.packed && is_masked(problem) &&
+                 (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
   order.by_rows = problem.packed;
   order.inner = Divisor(order.by_rows ? order.heads : order.units() / order.heads);
   order.num_heads_q = Divisor(static_cast<unsigned>(problem.num_heads_q));
@@ -338,7 +340,7 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem) {
   return order;
 }
 std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
-  return std::min<std::int64_t>(tile_order(config, problem).units(), limits.multiprocessors);
+  return std::min<std::int64_t>(tile_order(config, problem, limits).units(), limits.multiprocessors);
 }
 std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;

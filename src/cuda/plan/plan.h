@@ -78,7 +78,8 @@ enum class Extent : std::uint8_t { common, many_keys, few_queries };
 
 // Tiles of queries that the blocks share out, and in which order.
 [[nodiscard]] std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem);
-[[nodiscard]] TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem);
+[[nodiscard]] TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem,
+                                   const DeviceLimits& limits);
 
 // Backward's workspace, in bytes from its start.
 struct BackwardWorkspace {
