@@ -260,8 +260,9 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     if (!work.there()) continue;
     const auto& [b, h, sequence, first_query, queries, first_block, past_block] = work;
     const Mask mask = params.mask(sequence);
-    const Range whole =
-        mask.keys_of_all({first_query + group * group_rows, first_query + (group + 1) * group_rows});
+    Range whole{0, sequence.seqlen_k};
+    if (all.order.masked)
+      whole = mask.keys_of_all({first_query + group * group_rows, first_query + (group + 1) * group_rows});
     const int first_whole = (static_cast<unsigned>(whole.begin) + C.block_n - 1) / C.block_n,
               past_whole = static_cast<unsigned>(whole.end) / C.block_n;
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms>;

@@ -52,8 +52,10 @@ class Schedule {
     // Of an odd number of tiles the one in the middle has no partner.
     work.first_query = second && 2 * place + 1 == order.rows ? -1 : m_block * block_m;
     work.queries = max(0, min(work.sequence.seqlen_q - work.first_query, block_m));
-    const Range keys =
-        params.mask(work.sequence).keys_of_any({work.first_query, work.first_query + work.queries});
+    // The mask's arithmetic takes a while, and short tiles do not.
+    Range keys{0, work.queries > 0 ? work.sequence.seqlen_k : 0};
+    if (order.masked)
+      keys = params.mask(work.sequence).keys_of_any({work.first_query, work.first_query + work.queries});
     // Keys are below 2^31.
     work.first_block = static_cast<unsigned>(keys.begin) / block_n;
     work.past_block =

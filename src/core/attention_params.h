@@ -120,6 +120,7 @@ struct Divisor {
 // cache; the last tiles of a sequence, which see most, come first.
 struct TileOrder {
   unsigned rows, heads;  // a row of tiles has one of each head (unless packed: of all batch entries)
+  bool masked;           // queries do not see all keys of their sequence
   bool paired;
   bool by_rows;   // the heads of a row follow one another instead
   Divisor inner;  // units that follow one another

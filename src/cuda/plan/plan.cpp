@@ -331,7 +331,8 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
   order.heads = static_cast<unsigned>(heads);
   order.rows = static_cast<unsigned>(forward_tiles(config, problem) / heads);
   // Pairs are for many tiles: of few, every one has a multiprocessor of its own.
-  order.paired = !problem.packed && is_masked(problem) &&
+  order.masked = is_masked(problem);
+  order.paired = !problem.packed && order.masked &&
                  (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
   order.by_rows = problem.packed;
   order.inner = Divisor(order.by_rows ? order.heads : order.units() / order.heads);
