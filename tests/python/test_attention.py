@@ -263,6 +263,8 @@ def test_compile_draws_dropout_anew():
 
 @pytest.mark.parametrize("seed", [3, 2**63 + 11, 2**64 - 1])
 def test_compile_with_a_seed(seed):
+    if seed >= 2**63 and torch.__version__ < (2, 5):
+        pytest.skip("before 2.5, torch.compile holds no integer of 64 bits")
     call = lambda q: tessera.attention(q, q, q, dropout_p=0.5, seed=seed)  # noqa: E731
     q = torch.randn(1, 32, 2, 16, requires_grad=True)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,7 +99,8 @@ def _import_nothing(device: torch.device) -> sides.Attention:
 def test_what_quick_leaves_out_is_named() -> None:
     default, asked = ([*TINY, "--quick"], [*TINY, "--quick", "--peers", "flex"])
     assert "--quick" in bench.side_of("flex", bench.arguments(default)).missing
-    assert bench.side_of("flex", bench.arguments(asked)).attention
+    if torch.__version__ >= (2, 5):  # before, there was none
+        assert bench.side_of("flex", bench.arguments(asked)).attention
 
 
 def test_exact_is_attention() -> None:

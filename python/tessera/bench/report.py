@@ -66,7 +66,11 @@ def machine(device: torch.device) -> Json:
     about: Json = {"cpu": cpu_name(), "cores": cores, "threads": torch.get_num_threads()}
     if device.type == "cuda":
         about["gpu"] = torch.cuda.get_device_name(device)
-    return {"device": about.get("gpu", about["cpu"]), **about, "system": platform.platform()}
+    return {
+        "device": about.get("gpu", about["cpu"]),
+        **about,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
 
 
 def versions() -> Json:
