@@ -75,8 +75,8 @@ def attention(
         bias: broadcast to (batch, heads_q, seqlen_q, seqlen_k); float32 or q's dtype.
         sinks: (heads_q), the logits of keys without a value; float32 or q's dtype.
         dropout_p: the probability to drop an attention weight.
-        seed: of dropout, below 2^64 (2^63 for torch.compile before PyTorch 2.5). None: drawn from the library's
-            generator (PyTorch: that of the CPU).
+        seed: of dropout, below 2^64 (2^63 for torch.compile before PyTorch 2.5). None: drawn from the
+            library's generator (PyTorch: that of the CPU).
         cu_seqlens_q: int32 (batch + 1), where packed sequences begin and end. Likewise cu_seqlens_k.
         max_seqlen_q: of packed sequences, for those who know it. Likewise max_seqlen_k.
         seqused_q: int32 (batch), how many rows of a sequence count. Likewise seqused_k.
