@@ -14,8 +14,6 @@ set(tessera_cutlass_roots
   cute/arch/copy_sm90_desc.hpp
   cute/arch/copy_sm90_tma.hpp
   cute/arch/mma_sm80.hpp
-  cute/arch/mma_sm90_desc.hpp
-  cute/arch/mma_sm90_gmma.hpp
   cute/arch/util.hpp
   cutlass/arch/barrier.h
   cutlass/arch/reg_reconfig.h)

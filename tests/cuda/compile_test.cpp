@@ -178,8 +178,8 @@ TEST_P(EmbeddedClosure, Compiles) {
 INSTANTIATE_TEST_SUITE_P(Archs, EmbeddedClosure, testing::Values("sm_80", "sm_90a"),
                          [](const auto& test) { return std::string(test.param); });
 
-// The instructions themselves, through CUTLASS's wrappers.
-TEST(Compile, CutlassInstructionsWork) {
+// The instructions themselves, through CUTLASS's wrappers, and wgmma through ours.
+TEST(Compile, InstructionsWork) {
   TESSERA_NEED_NVRTC();
   const std::string sm80 = R"(
 #include <cute/arch/copy_sm75.hpp>
@@ -205,10 +205,10 @@ extern "C" __global__ void k(float* p) {
   }
   const std::string sm90 = R"(
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/mma_sm90_desc.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
+#include "ptx/wgmma.cuh"
+using namespace tessera;
 extern "C" __global__ void __launch_bounds__(256, 1) k(const __grid_constant__ cute::TmaDescriptor map, float* p) {
   __shared__ alignas(1024) char tile[16384];
   __shared__ uint64_t storage;
@@ -225,15 +225,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) k(const __grid_constant__ c
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
     barrier.wait(0);
-    cute::GmmaDescriptor desc;
-    desc.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(tile) >> 4;
-    float d[4] = {};
-    cute::warpgroup_arrive();
-    cute::SM90::GMMA::MMA_64x8x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>::fma(
-        desc.desc_, desc.desc_, d[0], d[1], d[2], d[3], cute::SM90::GMMA::ScaleOut::Zero);
-    cute::warpgroup_commit_batch();
-    cute::warpgroup_wait<0>();
-    p[threadIdx.x] = d[0] + d[1] + d[2] + d[3];
+    const ptx::MatrixDescriptor operand = cute::cast_smem_ptr_to_uint(tile) >> 4;
+    float d[2][4];
+    ptx::wgmma_fence();
+    ptx::wgmma<Half::bfloat16>(d, operand, operand, false);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::settle(d);
+    p[threadIdx.x] = d[0][0] + d[0][1] + d[1][2] + d[1][3];
   }
 }
 )";
