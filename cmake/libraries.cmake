@@ -34,6 +34,8 @@ or install both (Debian, Ubuntu: libhwy-dev, libdlpack-dev) and set -DTESSERA_SY
   endif()
   if(NOT DLPACK_INCLUDE_DIR)
     set(DLPACK_INCLUDE_DIR ${numpy}/common)
+    # Tessera's headers include it.
+    install(DIRECTORY ${DLPACK_INCLUDE_DIR}/dlpack DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN *.h)
   endif()
 endif()
 

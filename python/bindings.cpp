@@ -83,7 +83,7 @@ class Name {
 struct Names {
   Name data_ptr{"data_ptr"}, shape{"shape"}, stride{"stride"}, dtype{"dtype"}, device{"device"},
       is_cuda{"is_cuda"}, is_cpu{"is_cpu"}, get_device{"get_device"}, requires_grad{"requires_grad"},
-      dlpack{"__dlpack__"};
+      forward_level{"_current_level"}, dlpack{"__dlpack__"};
 };
 const Names& names() {
   static const Names all;
@@ -124,14 +124,19 @@ class Torch {
     return type == tensor_.ptr() || type == parameter_.ptr();
   }
   [[nodiscard]] bool is_tensor(nb::handle object) const {
-    return is_plain(object) || PyObject_IsInstance(object.ptr(), tensor_.ptr()) == 1;
+    if (is_plain(object)) return true;
+    const int found = PyObject_IsInstance(object.ptr(), tensor_.ptr());
+    if (found < 0) throw nb::python_error();
+    return found == 1;
   }
 
-  // Whether a call with these tensors is no more than its arithmetic: no gradient is wanted, nothing is cast,
-  // and nobody looks on.
+  // Whether a call with these tensors is no more than its arithmetic: no gradient is wanted, forwards or
+  // backwards, nothing is cast, and nobody looks on.
   [[nodiscard]] bool is_simple(std::initializer_list<PyObject*> differentiable) const {
     if (any_autocast_.is_none() || truth(any_autocast_())) return false;
     if (!watchers_.is_none() && integer(watchers_()) != 0) return false;
+    if (!tracing_.is_none() && !tracing_().is_none()) return false;
+    if (integer(names().forward_level.of(forward_ad_)) >= 0) return false;
     if (!truth(is_grad_enabled_())) return true;
     return std::none_of(differentiable.begin(), differentiable.end(), [](PyObject* object) {
       return object != Py_None && truth(names().requires_grad.of(object));
@@ -182,6 +187,8 @@ class Torch {
         is_grad_enabled_(torch.attr("is_grad_enabled")),
         any_autocast_(nb::getattr(torch.attr("_C"), "_is_any_autocast_enabled", nb::none())),
         watchers_(nb::getattr(torch.attr("_C"), "_len_torch_dispatch_stack", nb::none())),
+        tracing_(nb::getattr(torch.attr("_C"), "_get_tracing_state", nb::none())),
+        forward_ad_(torch.attr("autograd").attr("forward_ad")),
         raw_stream_(nb::getattr(torch.attr("_C"), "_cuda_getCurrentRawStream", nb::none())),
         get_num_threads_(torch.attr("get_num_threads")),
         empty_(torch.attr("empty")),
@@ -207,13 +214,15 @@ class Torch {
     const auto* found =
         static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     while (found != nullptr && found->major > 1) found = found->older;
-    if (found != nullptr && found->major == 1 && found->describe != nullptr) exchange_ = found;
+    if (found != nullptr && found->major == 1 && found->describe != nullptr &&
+        found->current_stream != nullptr)
+      exchange_ = found;
   }
 
   [[nodiscard]] Tensor read_attributes(nb::handle object) const;
 
-  nb::object tensor_, parameter_, is_grad_enabled_, any_autocast_, watchers_, raw_stream_, get_num_threads_,
-      empty_, empty_like_, float32_, uint8_;
+  nb::object tensor_, parameter_, is_grad_enabled_, any_autocast_, watchers_, tracing_, forward_ad_,
+      raw_stream_, get_num_threads_, empty_, empty_like_, float32_, uint8_;
   std::vector<std::pair<nb::object, DLDataType>> types_;
   const Exchange* exchange_ = nullptr;
 };
@@ -301,45 +310,69 @@ std::array<PyObject*, count> items_of(nb::handle tuple, const char* name) {
   return items;
 }
 
-// tensors: alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-// options: softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, seed,
-// max_seqlen_q,
-//          max_seqlen_k, deterministic, kernel
-enum Option { bias_at = 1, sinks_at = 2 };
-enum Number { dropout_p_at = 6, seed_at = 7 };
+// Where an option stands in its tuple: _call.py has the same order.
+enum TensorAt { alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k };
+enum OptionAt {
+  softmax_scale,
+  causal,
+  window_left,
+  window_right,
+  top_left,
+  softcap,
+  dropout_p,
+  seed,
+  max_seqlen_q,
+  max_seqlen_k,
+  deterministic,
+  kernel
+};
+constexpr std::array<const char*, option_count> option_names = {
+    "softmax_scale", "causal", "window_left",  "window_right", "causal_alignment", "softcap",
+    "dropout_p",     "seed",   "max_seqlen_q", "max_seqlen_k", "deterministic",    "kernel"};
+
 tessera::Options make_options(Reader& read, Items tensors, Items items) {
+  // Python's error says neither which option nor what was wanted.
+  const auto wrong = [&](int i, const char* expected) {
+    PyObject* type = PyErr_ExceptionMatches(PyExc_TypeError) != 0 ? PyExc_TypeError : PyExc_ValueError;
+    PyErr_Clear();
+    raise(type, std::string(option_names[static_cast<std::size_t>(i)]) + ": " +
+                    nb::cast<std::string>(nb::repr(nb::handle(items[i]))) + ", expected " + expected);
+  };
   const auto optional_integer = [&](int i) -> std::optional<std::int64_t> {
     if (items[i] == Py_None) return std::nullopt;
-    return integer(items[i]);
+    const long long value = PyLong_AsLongLong(items[i]);
+    if (value == -1 && PyErr_Occurred() != nullptr) wrong(i, "None or an integer below 2^63");
+    return value;
   };
   const auto real = [&](int i) {
     const double value = PyFloat_AsDouble(items[i]);
-    if (value == -1.0 && PyErr_Occurred() != nullptr) throw nb::python_error();
+    if (value == -1.0 && PyErr_Occurred() != nullptr) wrong(i, "a number");
     return value;
   };
   tessera::Options options;
-  options.alibi_slopes = read(tensors[0]);
-  options.bias = read(tensors[bias_at]);
-  options.sinks = read(tensors[sinks_at]);
-  options.cu_seqlens_q = read(tensors[3]);
-  options.cu_seqlens_k = read(tensors[4]);
-  options.seqused_q = read(tensors[5]);
-  options.seqused_k = read(tensors[6]);
-  if (items[0] != Py_None) options.softmax_scale = real(0);
-  options.causal = truth(items[1]);
-  options.window_left = optional_integer(2);
-  options.window_right = optional_integer(3);
-  if (truth(items[4])) options.alignment = tessera::Alignment::top_left;
-  options.softcap = real(5);
-  options.dropout_p = real(dropout_p_at);
-  if (items[seed_at] != Py_None) {
-    options.seed = PyLong_AsUnsignedLongLong(items[seed_at]);
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  options.alibi_slopes = read(tensors[alibi_slopes]);
+  options.bias = read(tensors[bias]);
+  options.sinks = read(tensors[sinks]);
+  options.cu_seqlens_q = read(tensors[cu_seqlens_q]);
+  options.cu_seqlens_k = read(tensors[cu_seqlens_k]);
+  options.seqused_q = read(tensors[seqused_q]);
+  options.seqused_k = read(tensors[seqused_k]);
+  if (items[softmax_scale] != Py_None) options.softmax_scale = real(softmax_scale);
+  options.causal = truth(items[causal]);
+  options.window_left = optional_integer(window_left);
+  options.window_right = optional_integer(window_right);
+  if (truth(items[top_left])) options.alignment = tessera::Alignment::top_left;
+  options.softcap = real(softcap);
+  options.dropout_p = real(dropout_p);
+  if (items[seed] != Py_None) {
+    options.seed = PyLong_AsUnsignedLongLong(items[seed]);
+    if (PyErr_Occurred() != nullptr) wrong(seed, "None or an integer from 0 to 2^64 - 1");
   }
-  options.max_seqlen_q = optional_integer(8);
-  options.max_seqlen_k = optional_integer(9);
-  options.deterministic = truth(items[10]);
-  if (items[11] != Py_None) options.kernel = nb::cast<std::string>(nb::handle(items[11]));
+  options.max_seqlen_q = optional_integer(max_seqlen_q);
+  options.max_seqlen_k = optional_integer(max_seqlen_k);
+  options.deterministic = truth(items[deterministic]);
+  if (items[kernel] != Py_None && !nb::try_cast(nb::handle(items[kernel]), options.kernel))
+    wrong(kernel, "None or a string");
   return options;
 }
 
@@ -496,9 +529,11 @@ PyObject* simple_attention(PyObject* /*module*/, PyObject* const* arguments, Py_
     bool simple = torch != nullptr && torch->is_plain(q) && torch->is_plain(k) && torch->is_plain(v) &&
                   std::all_of(tensors, tensors + tensor_count,
                               [&](PyObject* x) { return x == Py_None || torch->is_plain(x); }) &&
-                  torch->is_simple({q.ptr(), k.ptr(), v.ptr(), tensors[bias_at], tensors[sinks_at]});
-    if (simple && options[seed_at] == Py_None) simple = PyFloat_AsDouble(options[dropout_p_at]) == 0.0;
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+                  torch->is_simple({q.ptr(), k.ptr(), v.ptr(), tensors[bias], tensors[sinks]});
+    if (simple && options[seed] == Py_None) {
+      simple = PyFloat_AsDouble(options[dropout_p]) == 0.0;
+      PyErr_Clear();  // no number: said where options are read
+    }
     if (simple) {
       if (std::optional<Outputs> done = torch_forward(*torch, q, k, v, tensors, options, with_lse)) {
         if (!with_lse) return done->out.release().ptr();

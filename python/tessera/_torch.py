@@ -35,6 +35,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Option
     q, k, v = autocast(q, k, v)
     q, k, v = whole_rows(q), whole_rows(k), whole_rows(v)
     bias, sinks = tensors[BIAS], tensors[SINKS]
+    if not torch.compiler.is_compiling():
+        refuse_tangents(q, k, v, bias, sinks)
     if torch.compiler.is_compiling() or is_watched() or not all(map(is_plain, (q, k, v, *tensors))):
         out, lse = forward_op(q, k, v, drawn_seed(options), *tensors, *for_operator(options))
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)):
@@ -63,13 +65,27 @@ def is_plain(x: Tensor | None) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode is active, such as a fake one or a counter of FLOPs."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """By a dispatch mode, such as a fake one or a counter of FLOPs, or by torch.jit.trace."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
-def draw_seed() -> int:
+def refuse_tangents(*tensors: Optional[Tensor]) -> None:
+    """Those of forward-mode gradients, which would be lost."""
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise NotImplementedError("tessera.attention has no forward-mode gradients: use backward()")
+
+
+def draw_seed(q: Tensor) -> int:
     """From the CPU's generator: no GPU is waited for."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "seed: None while a CUDA graph is captured, whose replays would all drop the same; expected an "
+            "integer, for which that is meant"
+        )
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def forward(
@@ -78,7 +94,7 @@ def forward(
     """The output, lse, and the options with the seed that was drawn."""
     output_shapes(q.shape, v.shape)
     if options.dropout_p and options.seed is None:
-        options = options._replace(seed=draw_seed())
+        options = options._replace(seed=draw_seed(q))
     out, lse = _core.torch_forward(q, k, v, tensors, options, with_lse)
     return out, lse, options
 
@@ -159,6 +175,8 @@ def drawn_seed(options: Options) -> Tensor | None:
 def for_operator(options: Options) -> Options:
     """An operator's integers have a sign."""
     seed = options.seed
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"seed: {seed}, expected None or an integer from 0 to 2^64 - 1")
     return options if seed is None or seed < 2**63 else options._replace(seed=seed - 2**64)
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -33,7 +34,10 @@ class Arguments {
   Arguments(std::initializer_list<Argument> list) {
     for (const Argument& argument : list) add(argument);
   }
-  void add(const Argument& argument) { list_[size_++] = argument; }
+  void add(const Argument& argument) {
+    assert(size_ < capacity);
+    list_[size_++] = argument;
+  }
   [[nodiscard]] const Argument* begin() const { return list_.data(); }
   [[nodiscard]] const Argument* end() const { return begin() + size_; }
 

@@ -572,8 +572,7 @@ bool Validator::aliases(const Workspace& workspace) {
     const Argument* argument;
     Footprint of;
   };
-  std::array<Memory, Arguments::capacity>
-      all;  // NOLINT(cppcoreguidelines-pro-type-member-init): filled below
+  std::array<Memory, Arguments::capacity> all{};
   std::size_t count = 0;
   for (const Argument& argument : table_) {
     if (argument.tensor->given() && argument.tensor->data != nullptr)

@@ -324,15 +324,16 @@ def test_without_gradients_the_same_numbers(device):
     assert again.requires_grad
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)
-    parameter = torch.nn.Parameter(q)
-    assert type(tessera.attention(parameter.detach(), k, v)) is torch.Tensor
+    with torch.no_grad():
+        of_parameter = tessera.attention(torch.nn.Parameter(q), k, v, **options)[0]
+    assert type(of_parameter) is torch.Tensor
+    assert torch.equal(of_parameter, out)
     # A copy of one layer's output is compact even where q is a view.
     view = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert tessera.attention(view, k, v).is_contiguous()
 
 
 def test_torchs_threads_count():
-    """On a machine with one core this only shows that nothing breaks."""
     code = (
         "import os, torch, tessera\n"
         "torch.set_num_threads(1)\n"
@@ -349,6 +350,29 @@ def test_torchs_threads_count():
     )
     before, after = map(int, result.stdout.split())
     assert after == before + 2
+
+
+def test_traced_it_is_an_operator():
+    """torch.jit.trace must not keep one call's memory."""
+    x, y = torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
+    traced = torch.jit.trace(lambda z: tessera.attention(z, z, z, causal=True), (x,))
+    torch.testing.assert_close(traced(y), tessera.attention(y, y, y, causal=True))
+
+
+def test_forward_mode_says_no():
+    import torch.autograd.forward_ad as forward_ad
+
+    x = torch.randn(1, 5, 2, 8)
+    with forward_ad.dual_level():
+        assert tessera.attention(x, x, x).shape == x.shape
+        with pytest.raises(NotImplementedError, match="no forward-mode gradients"):
+            tessera.attention(forward_ad.make_dual(x, torch.ones_like(x)), x, x)
+
+
+def test_a_bad_seed_under_compile():
+    call = torch.compile(lambda q: tessera.attention(q, q, q, dropout_p=0.5, seed=-1), backend="aot_eager")
+    with pytest.raises(Exception, match="seed: -1, expected"):
+        call(torch.randn(1, 8, 2, 8))
 
 
 def test_vmap_says_no():
@@ -384,6 +408,18 @@ def test_graphs_and_streams():
     assert not stream.query()  # nobody waited for the GPU
     stream.synchronize()
     assert torch.equal(out, expected)
+
+
+def test_a_graph_wants_a_seed(monkeypatch):
+    from tessera import _torch
+
+    class OnGpu:
+        is_cuda = True
+
+    assert 0 <= _torch.draw_seed(torch.zeros(1)) < 2**64
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="seed: None while a CUDA graph is captured"):
+        _torch.draw_seed(OnGpu())
 
 
 @pytest.mark.gpu
@@ -448,6 +484,13 @@ def test_errors_name_the_argument():
         ((x, x, x), {"dropout_p": 1.5}, ValueError, "dropout_p"),
         ((x, x, x), {"window": (-2, 0)}, ValueError, "window_left"),
         ((x, x, x), {"kernel": "fast"}, (ValueError, NotImplementedError), "fast"),
+        ((x, x, x), {"kernel": 5}, (ValueError, TypeError), "kernel: 5, expected"),
+        ((x, x, x), {"window": (1.5, None)}, TypeError, "window_left: 1.5, expected"),
+        ((x, x, x), {"window": (None, 2**70)}, ValueError, "window_right: 1180591620717411303424, expected"),
+        ((x, x, x), {"softcap": "x"}, TypeError, "softcap: 'x', expected a number"),
+        ((x, x, x), {"dropout_p": "x"}, TypeError, "dropout_p: 'x', expected a number"),
+        ((x, x, x), {"dropout_p": 0.5, "seed": -1}, ValueError, "seed: -1, expected"),
+        ((x, x, x), {"dropout_p": 0.5, "seed": 2**64}, ValueError, "seed: 18446744073709551616, expected"),
         ((x, x, x), {"sinks": torch.randn(3)}, ValueError, "sinks"),
         ((x, x, x), {"bias": torch.randn(2, 4, 5, 6)}, ValueError, "bias"),
         ((x, x.numpy(), x), {}, ValueError, "k: ndarray"),

@@ -32,7 +32,7 @@ std::string why_not(const char* name, const View& view, const Dimensions& size) 
   const auto check = [&](const char* what, std::int64_t extent, std::int64_t stride) {
     const std::int64_t bytes = stride * size_of(view.dtype);
     if (extent <= 1 || (bytes > 0 && bytes % unit == 0 && bytes < far)) return std::string();
-    return text(what, bytes, "multiples of 16 bytes above 0");
+    return text(what, bytes, "multiples of 16 bytes above 0 and below 2^40");
   };
   std::string reason = check(" has a stride of its rows of ", size.rows, view.seq);
   if (reason.empty()) reason = check(" has a stride of its heads of ", size.heads, view.head);

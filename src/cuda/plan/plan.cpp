@@ -267,7 +267,6 @@ DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, in
 Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms, Extent extent) {
   const auto& rows = has(terms, Terms::wide_bias)                             ? sm90_forward_wide_bias
                      : has(terms, Terms::bias)                                ? sm90_forward_bias
-                     : has(terms, Terms::dropout)                             ? sm90_forward_dropout
                      : terms != Terms::plain || extent == Extent::few_queries ? sm90_forward_terms
                      : extent == Extent::many_keys                            ? sm90_forward_many_keys
                                                                               : sm90_forward;

@@ -51,16 +51,9 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward = {{
     {192,       128,        128,     128,     1,        true},
     {192,       192,        128,     112,     1,        false},
     {256,       256,        128,      80,     1,        false}}};
-// Softcap and ALiBi want registers. Also for queries that fill 128 rows better than 192.
+// Softcap, ALiBi and dropout want registers, and dropout's masks are made for 32 keys at a time and 128 at most.
+// Also for queries that fill 128 rows better than 192.
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_terms = {{
-    { 64,        64,        128,     128,     2,        true},
-    { 96,        96,        128,     128,     2,        true},
-    {128,       128,        128,     128,     2,        true},
-    {192,       128,        128,     128,     1,        true},
-    {192,       192,        128,      96,     1,        false},
-    {256,       256,        128,      64,     1,        false}}};
-// Dropout's masks are made for 32 keys at a time, and 128 at most.
-inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_dropout = {{
     { 64,        64,        128,     128,     2,        true},
     { 96,        96,        128,     128,     2,        true},
     {128,       128,        128,     128,     2,        true},
