@@ -74,15 +74,13 @@ def foreign_attention(q: Any, k: Any, v: Any, tensors: tuple, options: Options, 
         return foreign_gpu_attention(q, k, v, tensors, options, return_lse)
     import numpy as np
 
+    def as_numpy(x: Any) -> Any:
+        return x if x is None else np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
+
     # Through NumPy, and into a new array: JAX's are not written to by anyone but JAX.
-    out = attention(
-        np.asarray(q),
-        np.asarray(k),
-        np.asarray(v),
-        tuple(None if x is None else np.asarray(x) for x in tensors),
-        options,
-        return_lse,
-    )
+    out = attention(as_numpy(q), as_numpy(k), as_numpy(v), tuple(map(as_numpy, tensors)), options, return_lse)
+    if not hasattr(q, "__array_namespace__"):  # nobody says how to make one of its kind
+        return out
     asarray = q.__array_namespace__().asarray
     return tuple(map(asarray, out)) if return_lse else asarray(out)
 
@@ -102,6 +100,11 @@ def foreign_gpu_attention(q: Any, k: Any, v: Any, tensors: tuple, options: Optio
             out = cupy.empty(shape, q.dtype)
             lse = cupy.empty(lse_shape, "float32") if return_lse else None
     else:
+        if not hasattr(q, "__array_namespace__"):
+            raise NotImplementedError(
+                f"q: {type(q).__name__} on a GPU has no __array_namespace__ to make an output with; "
+                "torch.from_dlpack(q) has"
+            )
         stream, library = 0, q.__array_namespace__()
         out = library.empty(shape, dtype=q.dtype, device=q.device)
         lse = library.empty(lse_shape, dtype="float32", device=q.device) if return_lse else None

@@ -5,7 +5,8 @@ cost some ten microseconds more. Where torch's dispatcher has to see it - under 
 modes, and for subclasses of tensors - it goes through two custom operators, which have fakes.
 """
 
-# No `from __future__ import annotations`: before 2.5, PyTorch reads the operators' annotations as they stand.
+from __future__ import annotations
+
 from typing import Any, Optional
 
 import torch
@@ -187,39 +188,31 @@ def from_operator(seed: Tensor | None, numbers: tuple) -> Options:
     return options if options.seed is None else options._replace(seed=options.seed % 2**64)
 
 
-@torch.library.custom_op("tessera::attention_forward", mutates_args=())
-def forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    drawn_seed: Optional[Tensor],
-    alibi_slopes: Optional[Tensor],
-    bias: Optional[Tensor],
-    sinks: Optional[Tensor],
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-    softmax_scale: Optional[float],
-    causal: bool,
-    window_left: Optional[int],
-    window_right: Optional[int],
-    top_left: bool,
-    softcap: float,
-    dropout_p: float,
-    seed: Optional[int],
-    max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int],
-    deterministic: bool,
-    kernel: Optional[str],
-) -> tuple[Tensor, Tensor]:
+# What both operators end with: the drawn seed, the tensors in TENSORS' order, the numbers in Options'.
+OPTIONS_SCHEMA = (
+    "Tensor? drawn_seed, "
+    + ", ".join(f"Tensor? {name}" for name in TENSORS)
+    + ", float? softmax_scale, bool causal, SymInt? window_left, SymInt? window_right, bool top_left"
+    ", float softcap, float dropout_p, SymInt? seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+    ", bool deterministic, str? kernel"
+)
+
+
+def split_options(rest: tuple) -> tuple[Tensors, Options]:
+    """The tensors and the options of an operator's last arguments."""
+    drawn_seed, *rest = rest
+    return tuple(rest[: len(TENSORS)]), from_operator(drawn_seed, rest[len(TENSORS) :])
+
+
+@torch.library.custom_op(
+    "tessera::attention_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
+)
+def forward_op(q, k, v, *rest):  # noqa: ANN001, ANN002, ANN202
     """The output and lse."""
-    numbers = (
-        softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, seed,
-        max_seqlen_q, max_seqlen_k, deterministic, kernel,
-    )  # fmt: skip
-    tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse, _ = forward(q, k, v, tensors, from_operator(drawn_seed, numbers), True)
+    tensors, options = split_options(rest)
+    out, lse, _ = forward(q, k, v, tensors, options, True)
     return out, lse
 
 
@@ -229,44 +222,15 @@ def _(q, k, v, *_):  # noqa: ANN001, ANN002, ANN202
     return q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("tessera::attention_backward", mutates_args=())
-def backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Optional[Tensor],
-    needs_dbias: bool,
-    needs_dsinks: bool,
-    drawn_seed: Optional[Tensor],
-    alibi_slopes: Optional[Tensor],
-    bias: Optional[Tensor],
-    sinks: Optional[Tensor],
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-    softmax_scale: Optional[float],
-    causal: bool,
-    window_left: Optional[int],
-    window_right: Optional[int],
-    top_left: bool,
-    softcap: float,
-    dropout_p: float,
-    seed: Optional[int],
-    max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int],
-    deterministic: bool,
-    kernel: Optional[str],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    numbers = (
-        softmax_scale, causal, window_left, window_right, top_left, softcap, dropout_p, seed,
-        max_seqlen_q, max_seqlen_k, deterministic, kernel,
-    )  # fmt: skip
-    tensors = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    options, needs = from_operator(drawn_seed, numbers), (needs_dbias, needs_dsinks)
+@torch.library.custom_op(
+    "tessera::attention_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
+    f", bool needs_dbias, bool needs_dsinks, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def backward_op(q, k, v, out, lse, dout, dlse, needs_dbias, needs_dsinks, *rest):  # noqa: ANN001, ANN002, ANN202
+    tensors, options = split_options(rest)
+    needs = (needs_dbias, needs_dsinks)
     dq, dk, dv, dbias, dsinks = backward(q, k, v, out, lse, dout, dlse, tensors, options, needs)
     return (
         dq,

@@ -98,6 +98,33 @@ def test_a_foreign_array():
     np.testing.assert_array_equal(out.x, tessera.attention(q, q, q))
 
 
+def test_a_bare_producer():
+    """DLPack and nothing else: the result is NumPy's."""
+
+    class Bare:
+        def __init__(self, x):
+            self.x = x
+
+        def __dlpack__(self, **options):
+            return self.x.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.x.__dlpack_device__()
+
+    q = normal(1, 4, 2, 8)
+    out = tessera.attention(Bare(q), Bare(q), Bare(q))
+    np.testing.assert_array_equal(out, tessera.attention(q, q, q))
+
+    class BareOnGpu(Bare):
+        shape = q.shape
+
+        def __dlpack_device__(self):
+            return (2, 0)
+
+    with pytest.raises(NotImplementedError, match="q: BareOnGpu on a GPU has no __array_namespace__"):
+        tessera.attention(BareOnGpu(q), BareOnGpu(q), BareOnGpu(q))
+
+
 def gpu_module(name):
     """The library, with a GPU."""
     module = pytest.importorskip(name)
