@@ -369,7 +369,7 @@ def main() -> int:
             print(f"\n{each}")
             print_figures(figures)
     if args.options != "no":
-        result["figures"][name] += gpu_options.figures_of(result["options"])
+        result["figures"][name] += gpu_options.figures_of(result["options"], args.kernel)
         gpu_options.print_results(result)
     result["cells"] = [asdict(cell) | {"tflops": {s: cell.tflops(s) for s in cell.seconds}} for cell in cells]
     result["seconds"] = time.perf_counter() - begin

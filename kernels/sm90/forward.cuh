@@ -139,7 +139,7 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
 
 // Named barriers.
 [[nodiscard]] __device__ constexpr int turn_of(int group) { return 1 + group; }
-[[nodiscard]] __device__ constexpr int meeting_of(int group) { return 4 + group; }
+[[nodiscard]] __device__ constexpr int meeting_of(int group) { return 5 + group; }
 
 // Rows from first_row on become 0: another sequence's, or padding, lie there, and may be NaN.
 template <class Tile>
@@ -190,7 +190,7 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
   using Tile = tile::PanelTile<group_rows, C.head_dim_v>;
   // A packed sequence may end among the warp's rows, and the next begin there.
   if (all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there)) {
-    const int lane = threadIdx.x % 32;
+    const int lane = ptx::thread_index() % 32;
 #pragma unroll
     for (int j = 0; j < nv / 2; ++j) {
       tile::FragmentA pairs;
@@ -228,6 +228,12 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
                            : units == tile::Units::natural ? ptx::log2_e
                                                            : 1.0f;
+  // Registers beside those of s, p and o.
+  constexpr bool roomy = C.block_n / 2 + C.block_n / 4 + C.head_dim_v / 2 <= 160;
+  // What p may be, rounded, and summed up over the keys beside products with v.
+  constexpr float most_of_p = C.type == Half::float16 ? 1 << 14 : 1 << 30;
+  // What a row's p shall come to in its first block: far above the least float, or enough for CapInExponent.
+  constexpr float least_of_p = has(C.terms, Terms::softcap) ? 1.0f : 0x1p-60f;
   // The warp is done with a buffer.
   const auto release = [](ptx::Barrier& empty) {
     if (threadIdx.x % 32 == 0) ptx::arrive(empty);
@@ -249,20 +255,50 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   bool leaving = false;
   const auto release_queries = [&] {
     if (!leaving) return;
-    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+    if (ptx::thread_index() % 32 == 0) cute::tma_store_wait<0>();
     __syncwarp();  // those that copied o themselves
-    release(shared.q_there[(q.stage + C.q_stages - 1) % C.q_stages][group].empty);
+    release(
+        shared.q_there[(q.stage + C.q_stages - 1) % C.q_stages][ptx::thread_index() / group_threads].empty);
     leaving = false;
   };
 
-  for (Schedule<C.block_m, C.block_n> schedule(all); schedule.more(); schedule.next()) {
-    const ForwardWork work = schedule.work();
-    if (!work.there()) continue;
-    const auto& [b, h, sequence, first_query, queries, first_block, past_block] = work;
-    const Mask mask = params.mask(sequence);
-    Range whole{0, sequence.seqlen_k};
-    if (all.order.masked)
-      whole = mask.keys_of_all({first_query + group * group_rows, first_query + (group + 1) * group_rows});
+  constexpr bool early = C.terms == Terms::plain && roomy;
+  Schedule<C.block_m, C.block_n> schedule(all);
+  ForwardWork next = schedule.work();
+  while (schedule.more()) {
+    const ForwardWork work = next;
+    if (!work.there()) {
+      schedule.next();
+      next = schedule.work();
+      continue;
+    }
+    const auto& [b, h, sequence, first_query, queries, tile_first_block, tile_past_block] = work;
+    const NarrowMask mask = all.mask(sequence);
+    NarrowMask::Range whole{0, sequence.seqlen_k};
+    int first_block = tile_first_block, past_block = tile_past_block;
+    if (all.order.masked || queries < C.block_m) {
+      const int first_row = first_query + group * group_rows;
+      whole = mask.keys_of_all({first_row, first_row + group_rows});
+      // Blocks that others of the tile's queries see. Who takes turns takes part in all of them.
+      if constexpr (!C.turns) {
+        const auto own = mask.keys_of_any({first_row, min(first_row + group_rows, first_query + queries)});
+        if (!own.empty()) first_block = static_cast<unsigned>(own.begin) / C.block_n;
+        past_block = own.empty() ? first_block : (static_cast<unsigned>(own.end) + C.block_n - 1) / C.block_n;
+      }
+    }
+    const auto skip = [&](int blocks) {
+      if constexpr (!C.turns) {
+#pragma unroll 1
+        for (; blocks > 0; --blocks) {
+          ptx::wait(shared.k_there[k.stage].full, k.parity);
+          release(shared.k_there[k.stage].empty);
+          k.next();
+          ptx::wait(shared.v_there[v.stage].full, v.parity);
+          release(shared.v_there[v.stage].empty);
+          v.next();
+        }
+      }
+    };
     const int first_whole = (static_cast<unsigned>(whole.begin) + C.block_n - 1) / C.block_n,
               past_whole = static_cast<unsigned>(whole.end) / C.block_n;
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms>;
@@ -315,19 +351,65 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         if (block > first_block) load_bias(block - 1);
       }
     };
+    // The scores once more, by the warp alone.
+    const auto compute_again = [&](int block) {
+      terms.template start<by_keys>(s, first_query + warp_row, block * C.block_n);
+      const int lane = ptx::thread_index() % 32;
+#pragma unroll 1
+      for (int d = 0; d < C.head_dim; d += 16) {
+        auto& keys = shared.k[k.stage];
+        const unsigned from =
+            ptx::opaque(ptx::shared_address(keys.at(lane % 8 + lane / 16 * 8, d / 8 + lane / 8 % 2)));
+        tile::FragmentA a, pair;
+        ptx::load_matrices(a, ptx::shared_address(place.q.at(
+                                  ptx::thread_index() / 32 % 4 * warp_rows + lane % 16, d / 8 + lane / 16)));
+#pragma unroll
+        for (int j = 0; j < n / 2; ++j) {
+          ptx::load_matrices(pair, from + j * 16 * keys.row_bytes);
+          tile::multiply_add<C.type>(s[0][2 * j], a, pair[0], pair[1]);
+          tile::multiply_add<C.type>(s[0][2 * j + 1], a, pair[2], pair[3]);
+        }
+      }
+    };
     // s becomes p, not yet rounded; shrink hears what that does to acc_o.
-    const auto weigh = [&](int block, const auto& shrink) {
+    const auto weigh = [&]<bool first>(int block, const auto& shrink) {
       const int first_key = block * C.block_n;
+      const bool partly = block < first_whole || block >= past_whole;
       const auto hide = [&] {
-        if (block < first_whole || block >= past_whole)
-          tile::hide(s, mask.tile(first_query + warp_row, first_key));
+        if (partly) tile::hide(s, mask.tile(first_query + warp_row, first_key));
       };
       const auto exponentiate = [&](auto... factor_of) {
 #pragma unroll
         for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, factor_of...);
       };
+      // Without a look at the maxima, if the scores are what they usually are. Not the first block where p as
+      // float16 has no exponents to spare, or where a row may have few keys: weights are rounded, and the
+      // largest is 1 if it is the reference.
+      constexpr bool capping = ScoreTerms::caps_in_exponent, at_once = capping || units == tile::Units::raw;
+      if constexpr (at_once) {
+        const auto attempt = [&](float highest, auto... factor_of) {
+          if constexpr (first)
+            return softmax.begin_at_once(s, scale_log2, least_of_p, most_of_p, highest, factor_of...);
+          hide();
+          return softmax.exponentiate_at_once(s, most_of_p, highest, factor_of...);
+        };
+        if constexpr (!first || (C.type == Half::bfloat16 && roomy)) {
+          bool attempted = first ? !partly : softmax.ready;
+          if constexpr (capping) {
+            const tile::CapInExponent cap(params);
+            if (cap.possible && attempted) {
+              if (attempt(cap.highest(), [&](float x) { return cap.factor(x); })) return;
+            } else {
+              attempted = false;
+            }
+          } else {
+            if (attempted && attempt(ptx::infinity)) return;
+          }
+          if (attempted) compute_again(block);
+        }
+      }
       bool capped = false;
-      if constexpr (ScoreTerms::caps_in_exponent) {
+      if constexpr (capping) {
         const tile::CapInExponent cap(params);
         float maximum[1][2];
         hide();
@@ -348,6 +430,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         softmax.prepare(s, scale_log2, shrink);
         exponentiate();
       }
+      if constexpr (at_once) softmax.find_ready(scale_log2, capping ? 0.0f : -ptx::infinity);
     };
     const auto choose_kept = [&](int block) {
       if constexpr (has(C.terms, Terms::dropout)) {
@@ -367,6 +450,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     ptx::wait(shared.q_there[q.stage][group].full, q.parity);
     if ((params.packed() || params.seqused_q != nullptr) && queries < (group + 1) * group_rows)
       clear_rows(place.q, max(0, queries - group * group_rows), group);
+    skip(tile_past_block - past_block);
     if (first_block < past_block) {
       const int keys_there = sequence.seqlen_k - (past_block - 1) * C.block_n;
       const bool strangers = (params.packed() || params.seqused_k != nullptr) && keys_there < C.block_n;
@@ -381,9 +465,9 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       release_queries();
       ptx::wgmma_wait<0>();
       ptx::settle(s[0]);
+      weigh.template operator()<true>(past_block - 1, [](int, int, float) {});
       release(shared.k_there[k.stage].empty);
       k.next();
-      weigh(past_block - 1, [](int, int, float) {});
       round_p();
 
       // Keys behind the sequence's last have weight 0: their values have to be numbers.
@@ -404,12 +488,12 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         choose_kept(block);
         ptx::wgmma_wait<1>();
         ptx::settle(s[0]);
-        release(shared.k_there[k.stage].empty);
-        k.next();
-        weigh(block, [&](int, int half, float x) {
+        weigh.template operator()<false>(block, [&](int, int half, float x) {
           by[half] = x;
           moved = true;
         });
+        release(shared.k_there[k.stage].empty);
+        k.next();
         ptx::wgmma_wait<0>();
         ptx::settle(acc_o[0]);
         release(shared.v_there[v.stage].empty);
@@ -422,19 +506,31 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
       ptx::wait(shared.v_there[v.stage].full, v.parity);
       issue_values();
+      if constexpr (early) {
+        schedule.next();
+        next = schedule.work();
+      }
       ptx::wgmma_wait<0>();
       ptx::settle(acc_o[0]);
       release(shared.v_there[v.stage].empty);
       v.next();
+    } else if constexpr (early) {
+      schedule.next();
+      next = schedule.work();
     }
+    skip(first_block - tile_first_block);
     release_queries();  // where there were no keys
     // Where registers are scarce, what only the end needs is found again.
-    finish<C>(all, C.terms == Terms::plain ? work : schedule.work_again(), group, place, softmax, acc_o);
+    finish<C>(all, early ? work : schedule.work_again(), group, place, softmax, acc_o);
+    if constexpr (!early) {
+      schedule.next();
+      next = schedule.work();
+    }
     leaving = true;
     if constexpr (C.q_stages == 1) release_queries();
     q.next();
   }
-  if (leaving && threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+  if (leaving && ptx::thread_index() % 32 == 0) cute::tma_store_wait<0>();
   if constexpr (C.turns) {
     if (group == 0) take_turn();  // the last one passed
   }

@@ -23,21 +23,20 @@ struct ForwardWork {
 template <int block_m, int block_n>
 class Schedule {
  public:
-  __device__ explicit Schedule(const Sm90ForwardParams& all) : params(all.attention), order(all.order) {}
-  [[nodiscard]] __device__ __forceinline__ bool more() const { return unit() < order.units(); }
-  __device__ __forceinline__ void next() { ++round; }
+  __device__ explicit Schedule(const Sm90ForwardParams& params) : all(params), turn{0, blockIdx.x} {}
+  [[nodiscard]] __device__ __forceinline__ bool more() const { return turn.unit() < all.order.units(); }
+  __device__ __forceinline__ void next() { all.order.next(turn, gridDim.x); }
   // The same, from where the compiler cannot tell: what work() gave need not be kept.
   [[nodiscard]] __device__ __forceinline__ ForwardWork work_again() const {
     Schedule same = *this;
-    same.round = ptx::opaque(round);
+    same.turn.before = ptx::opaque(turn.before);
     return same.work();
   }
 
   [[nodiscard]] __device__ __forceinline__ ForwardWork work() const {
-    const unsigned outer = order.inner.quotient(unit()), inner = order.inner.remainder(unit());
-    const unsigned head = order.by_rows ? inner : outer, place = order.by_rows ? outer : inner;
-    const bool second = order.paired && round % 2 == 1;
-    const unsigned row = second ? place : order.rows - 1 - place;
+    const TileOrder& order = all.order;
+    const AttentionParams& params = all.attention;
+    const auto [row, head, there] = order.tile(turn);
     ForwardWork work;
     int m_block = static_cast<int>(row);
     if (params.packed()) {
@@ -49,14 +48,12 @@ class Schedule {
     }
     work.h = static_cast<int>(params.packed() ? head : order.num_heads_q.remainder(head));
     work.sequence = params.sequence(work.b);
-    // Of an odd number of tiles the one in the middle has no partner.
-    work.first_query = second && 2 * place + 1 == order.rows ? -1 : m_block * block_m;
+    work.first_query = there ? m_block * block_m : -1;
     work.queries = max(0, min(work.sequence.seqlen_q - work.first_query, block_m));
     // The mask's arithmetic takes a while, and short tiles do not.
-    Range keys{0, work.queries > 0 ? work.sequence.seqlen_k : 0};
+    NarrowMask::Range keys{0, work.queries > 0 ? work.sequence.seqlen_k : 0};
     if (order.masked)
-      keys = params.mask(work.sequence).keys_of_any({work.first_query, work.first_query + work.queries});
-    // Keys are below 2^31.
+      keys = all.mask(work.sequence).keys_of_any({work.first_query, work.first_query + work.queries});
     work.first_block = static_cast<unsigned>(keys.begin) / block_n;
     work.past_block =
         keys.empty() ? work.first_block : (static_cast<unsigned>(keys.end) + block_n - 1) / block_n;
@@ -64,16 +61,8 @@ class Schedule {
   }
 
  private:
-  // From turn to turn the blocks of threads change places by a few: where the units of a head divide their
-  // number, the same ones would get the small units otherwise.
-  [[nodiscard]] __device__ __forceinline__ unsigned unit() const {
-    const unsigned turn = order.paired ? round / 2 : round, place = blockIdx.x + turn * 7 % gridDim.x;
-    return turn * gridDim.x + (place < gridDim.x ? place : place - gridDim.x);
-  }
-
-  const AttentionParams& params;
-  const TileOrder& order;
-  unsigned round = 0;
+  const Sm90ForwardParams& all;
+  TileOrder::Turn turn;
 };
 
 }  // namespace tessera::sm90

@@ -123,8 +123,10 @@ struct DropoutShared<false, threads, m, n> {};
 //
 // It is tanh to 2e-6 of itself while softmax_scale * s <= 0.32 softcap, and falls without bound below -0.32
 // softcap, where tanh does not. That does not show if the row has a score of 0 or more: then such a key's p
-// is off by less than 1e-8 of the largest, for softcap >= 30. -inf stays -inf.
+// is off by less than 1e-8 of the largest, for softcap >= 30; or if all p of the row come to 2^0 or more.
+// -inf stays -inf.
 struct CapInExponent {
+  static constexpr float up_to = 0.32f;
   float inner, c0, c1, c2;
   bool possible;
 
@@ -140,6 +142,11 @@ struct CapInExponent {
     const float x = s * s;
     return fmaf(fmaf(c2, x, c1), x, c0);
   }
+  // What it makes of the largest score that it is for. It rises with the score.
+  [[nodiscard]] __device__ __forceinline__ float highest() const {
+    const float most = up_to / inner;
+    return most * factor(most);
+  }
   // For the rows whose maxima of a block, and references so far, these are.
   template <int m>
   [[nodiscard]] __device__ __forceinline__ bool holds(const float (&maximum)[m][2],
@@ -150,7 +157,7 @@ struct CapInExponent {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float most = maximum[i][half];
-        all = all && most * inner <= 0.32f && fmaxf(most, reference[i][half]) >= 0.0f;
+        all = all && most * inner <= up_to && fmaxf(most, reference[i][half]) >= 0.0f;
       }
     }
     return __all_sync(~0u, all);

@@ -11,9 +11,14 @@ struct Softmax {
   // maximum only when that has risen by more than `slack` powers of two: until then p stays below 2^slack,
   // exactly as accurate in floating point, and acc_o need not be rescaled.
   static constexpr float slack = 8.0f;
+  // Of reference * scale, if one multiply-add is to make the exponent.
+  static constexpr float largest = 1 << 20;
 
   float reference[m][2];
   float row_sum[m][2];  // of this lane's columns
+  // Every row of the warp has a reference, and none so large that its rounding would show: a block's
+  // exponentials can be taken before its maxima are known.
+  bool ready = false;
 
   __device__ Softmax() {
 #pragma unroll
@@ -102,7 +107,7 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) large |= fabsf(offset[i][half]) > static_cast<float>(1 << 20);
+      for (int half = 0; half < 2; ++half) large |= fabsf(offset[i][half]) > largest;
     }
     if (__any_sync(~0u, large)) {
       factor = 1.0f;
@@ -134,6 +139,54 @@ struct Softmax {
     exponentiate(s, i, [this](float) { return factor; });
   }
 
+  // Whether it is ready, now that a block's maxima are known; no reference may be below `least`.
+  __device__ __forceinline__ void find_ready(float scale, float least) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        all = all && reference[i][half] >= least && fabsf(reference[i][half] * scale) <= largest;
+    }
+    ready = __all_sync(~0u, all);
+  }
+
+  // A block's exponentials, from the references as they are. False: a row has outgrown its own: s is lost,
+  // and nothing is added to row_sum. p may not reach `limit`, nor 2^highest in the score's units.
+  template <int n, class... FactorOf>
+  __device__ __forceinline__ bool exponentiate_at_once(FragmentC (&s)[m][n], float limit, float highest,
+                                                       const FactorOf&... factor_of) {
+    float sum[m][2];
+    exponentiate_all(s, sum, factor_of...);
+    if (!__all_sync(~0u, below(sum, limit, highest))) return false;
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      row_sum[i][0] += sum[i][0];
+      row_sum[i][1] += sum[i][1];
+    }
+    return true;
+  }
+
+  // The same for the first block, with 0 as the reference. False also where a row's p come to less than
+  // `least`.
+  template <int n, class... FactorOf>
+  __device__ __forceinline__ bool begin_at_once(FragmentC (&s)[m][n], float scale, float least, float limit,
+                                                float highest, const FactorOf&... factor_of) {
+    factor = scale;
+#pragma unroll
+    for (int i = 0; i < m; ++i) reference[i][0] = reference[i][1] = offset[i][0] = offset[i][1] = 0.0f;
+    exponentiate_all(s, row_sum, factor_of...);
+    bool within = below(row_sum, limit, highest);
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      const float least_of_both = fminf(sum_of_row(row_sum[i][0]), sum_of_row(row_sum[i][1]));
+      within = within && least_of_both >= least;
+    }
+    ready = __all_sync(~0u, within);
+    if (!ready) *this = Softmax();
+    return ready;
+  }
+
   // acc_o becomes o. unit is one unit of s in natural units, as lse and sink are.
   template <int nv>
   __device__ __forceinline__ void finish(FragmentC (&acc_o)[m][nv], float (&lse)[m][2], float unit,
@@ -142,9 +195,7 @@ struct Softmax {
     for (int i = 0; i < m; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = row_sum[i][half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        float sum = sum_of_row(row_sum[i][half]);
         float most = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
         float shrink = 1.0f;
         const float both = fmaxf(most, sink);
@@ -167,6 +218,48 @@ struct Softmax {
   }
 
  private:
+  // Over the four lanes of a row.
+  [[nodiscard]] static __device__ __forceinline__ float sum_of_row(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
+
+  [[nodiscard]] __device__ __forceinline__ bool below(const float (&sum)[m][2], float limit,
+                                                      float highest) const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        all = all && sum[i][half] < limit &&
+              (highest == ptx::infinity || sum[i][half] < ptx::exp2(highest - offset[i][half]));
+    }
+    return all;
+  }
+
+  template <int n, class FactorOf>
+  __device__ __forceinline__ void exponentiate_all(FragmentC (&s)[m][n], float (&sum)[m][2],
+                                                   const FactorOf& factor_of) const {
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      float parts[2][2] = {};
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[i][j][e] = ptx::exp2(fmaf(s[i][j][e], factor_of(s[i][j][e]), -offset[i][e / 2]));
+        parts[0][j % 2] += s[i][j][0] + s[i][j][1];
+        parts[1][j % 2] += s[i][j][2] + s[i][j][3];
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[i][half] = parts[half][0] + parts[half][1];
+    }
+  }
+  template <int n>
+  __device__ __forceinline__ void exponentiate_all(FragmentC (&s)[m][n], float (&sum)[m][2]) const {
+    exponentiate_all(s, sum, [this](float) { return factor; });
+  }
+
   float factor;
   float offset[m][2];
 };

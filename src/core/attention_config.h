@@ -54,8 +54,10 @@ struct Sm90ForwardConfig {
   [[nodiscard]] constexpr int consumers() const { return block_m / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
   // Of a multiprocessor's 65536, a thread; multiples of 8.
-  [[nodiscard]] constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
-  [[nodiscard]] constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }
+  [[nodiscard]] constexpr int producer_registers() const { return consumers() == 3 ? 32 : 24; }
+  [[nodiscard]] constexpr int consumer_registers() const {
+    return consumers() == 2 ? 240 : consumers() == 3 ? 160 : 112;
+  }
 };
 
 struct BackwardConfig {

@@ -122,12 +122,41 @@ struct TileOrder {
   unsigned rows, heads;  // a row of tiles has one of each head (unless packed: of all batch entries)
   bool masked;           // queries do not see all keys of their sequence
   bool paired;
-  bool by_rows;   // the heads of a row follow one another instead
-  Divisor inner;  // units that follow one another
+  bool by_rows;     // the heads of a row follow one another instead
+  unsigned change;  // of places, from turn to turn; below the number of blocks of threads
+  Divisor inner;    // units that follow one another
   Divisor num_heads_q, group_size;
 
   [[nodiscard]] TESSERA_HD constexpr unsigned units() const {
     return (paired ? (rows + 1) / 2 : rows) * heads;
+  }
+
+  // Where one of `blocks` blocks of threads has come to.
+  struct Turn {
+    unsigned before = 0, place = 0;  // units of earlier turns, and its place in this one
+    bool second = false;             // of a pair
+
+    [[nodiscard]] TESSERA_HD constexpr unsigned unit() const { return before + place; }
+  };
+  TESSERA_HD constexpr void next(Turn& turn, unsigned blocks) const {
+    turn.second = paired && !turn.second;
+    if (turn.second) return;
+    turn.before += blocks;
+    // Where the units of a head divide the number of blocks, the same ones would get the small units
+    // otherwise.
+    turn.place += change;
+    if (turn.place >= blocks) turn.place -= blocks;
+  }
+
+  struct Tile {
+    unsigned row, head;
+    bool there;  // of an odd number of rows the one in the middle has no partner
+  };
+  [[nodiscard]] TESSERA_HD constexpr Tile tile(const Turn& turn) const {
+    const unsigned last = units() - 1, unit = turn.unit() < last ? turn.unit() : last;  // behind it, any one
+    const unsigned outer = inner.quotient(unit), rest = inner.remainder(unit);
+    const unsigned head = by_rows ? rest : outer, from_end = by_rows ? outer : rest;
+    return {turn.second ? from_end : rows - 1 - from_end, head, !turn.second || 2 * from_end + 1 != rows};
   }
 };
 
@@ -136,6 +165,12 @@ struct Sm90ForwardParams {
   AttentionParams attention;
   TileOrder order;
   bool o_by_tma;  // o has a map
+  int window_left, window_right;
+
+  [[nodiscard]] TESSERA_HD NarrowMask mask(const SequenceArg& s) const {
+    return {s.seqlen_q, s.seqlen_k, window_left, window_right,
+            attention.top_left ? 0 : s.seqlen_k - s.seqlen_q};
+  }
 };
 
 [[nodiscard]] TESSERA_HD constexpr int tiles_of(int size, int tile) {

@@ -215,6 +215,14 @@ std::vector<NamedCase> fixed_cases() {
       "value_narrower: seqlen_q=33 seqlen_k=40 head_dim=256 head_dim_v=1",
 
       "magnitude_3: seqlen_q=100 seqlen_k=100 magnitude=3 causal=1 dtype=bfloat16",
+      // Scores that outgrow what came before by powers of two that a float does not have.
+      "magnitude_20: num_heads_q=2 seqlen_q=150 seqlen_k=600 magnitude=20 dtype=bfloat16 causal=1",
+      "magnitude_60: seqlen_q=150 seqlen_k=600 magnitude=60 dtype=bfloat16 head_dim=128 head_dim_v=128 "
+      "window_left=300",
+      "magnitude_200: seqlen_q=150 seqlen_k=700 magnitude=200 dtype=float16 head_dim=256 head_dim_v=256",
+      "magnitude_20_alibi: seqlen_q=150 seqlen_k=700 magnitude=20 dtype=float16 alibi=1 sinks=1 dsinks=1 "
+      "dropout_p=0.1",
+      "magnitude_60_rows: seqlen_q=700 seqlen_k=700 num_heads_q=4 magnitude=60 dtype=bfloat16 dlse=1",
       "magnitude_deep: seqlen_q=60 seqlen_k=60 bias=11qk bias_fill=deep dbias=1",
       "magnitude_deep_causal: seqlen_q=50 seqlen_k=60 bias=1h1k num_heads_q=2 bias_fill=deep dbias=1 "
       "causal=1",
@@ -438,7 +446,7 @@ void choose_mask(Chooser& choose, Case& c) {
 void choose_score(Chooser& choose, Case& c) {
   if (choose.chance(20)) c.softmax_scale = choose.one_of({0.01, 0.1, 0.3});
   if (choose.chance(25)) c.softcap = choose.one_of({1.0, 15.0, 30.0, 50.0});
-  if (choose.chance(20)) c.magnitude = c.softcap > 0 ? choose.one_of({3.0, 30.0, 3000.0}) : 3.0;
+  if (choose.chance(20)) c.magnitude = choose.one_of({3.0, 30.0, c.softcap > 0 ? 3000.0 : 100.0});
   if (choose.chance(25)) c.alibi = static_cast<int>(choose.between(1, 2));
   if (choose.chance(35)) {
     c.bias = "bhqk";

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -110,6 +111,38 @@ TEST(Mask, LongSequencesDoNotOverflow) {
   EXPECT_EQ(mask.keys_of_row(length - 1), (Range{0, length}));
   EXPECT_EQ(mask.keys_of_row(0), (Range{0, 1}));
   EXPECT_EQ(mask.rows_of_any({length - 1, length}), (Range{length - 1, length}));
+}
+
+// Of lengths below 2^29, 32 bits say the same.
+TEST(Mask, NarrowSaysTheSame) {
+  constexpr int longest = NarrowMask::unbounded - 1;
+  for (const int seqlen_q : {0, 1, 70, longest}) {
+    for (const int seqlen_k : {0, 1, 90, longest}) {
+      for (const int left : {0, 3, longest, NarrowMask::unbounded}) {
+        for (const int right : {0, 5, longest, NarrowMask::unbounded}) {
+          for (const int shift : {0, seqlen_k - seqlen_q}) {
+            const auto wide = [](int side) { return side == NarrowMask::unbounded ? Mask::unbounded : side; };
+            const NarrowMask narrow{seqlen_q, seqlen_k, left, right, shift};
+            const Mask mask{seqlen_q, seqlen_k, wide(left), wide(right), shift};
+            for (const int row : {0, 1, 64, seqlen_q / 2, seqlen_q}) {
+              const int end = std::min(seqlen_q, row + 128);
+              const NarrowMask::Range any = narrow.keys_of_any({row, end}),
+                                      all = narrow.keys_of_all({row, end});
+              EXPECT_EQ((Range{any.begin, any.end}), mask.keys_of_any({row, end}));
+              EXPECT_EQ((Range{all.begin, all.end}), mask.keys_of_all({row, end}));
+              for (const int key : {0, 64, seqlen_k / 2, seqlen_k}) {
+                for (int i = 0; i < 16 && row + i < seqlen_q; i += 15) {
+                  for (const int j : {0, 1, 127})
+                    EXPECT_EQ(narrow.tile(row, key).sees(i, j), mask.tile(row, key).sees(i, j))
+                        << row + i << ' ' << key + j;
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 // FlashAttention's documented example: seqlen_q 5, seqlen_k 2, bottom-right: three empty rows.

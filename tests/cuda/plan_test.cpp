@@ -57,21 +57,21 @@ TEST(Plan, EveryHeadDimFitsHoppersForward) {
     for (int head_dim_v = 8; head_dim_v <= 256; head_dim_v += 8) {
       for (const Terms terms : {Terms::plain, Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias,
                                 Terms::bias | Terms::wide_bias, every_term, every_term | Terms::wide_bias}) {
-        for (const Extent extent : {Extent::common, Extent::many_keys, Extent::few_queries}) {
-          SCOPED_TRACE(std::to_string(head_dim) + " x " + std::to_string(head_dim_v));
-          const Sm90ForwardConfig f = sm90_forward_config(Half::float16, head_dim, head_dim_v, terms, extent);
-          ASSERT_GE(f.head_dim, head_dim);
-          ASSERT_GE(f.head_dim_v, head_dim_v);
-          ASSERT_LE(shared_of(f), hopper.shared_per_block);
-          ASSERT_EQ(f.block_m % 64, 0);
-          ASSERT_TRUE(f.consumers() == 2 || f.consumers() == 3);
-          ASSERT_LE((f.producer_registers() + f.consumers() * f.consumer_registers()) * 128, 65536);
-          ASSERT_EQ(f.block_n % 16, 0);
-          ASSERT_LE(f.block_n, 256);
-          if (has(terms, Terms::dropout)) {
-            ASSERT_EQ(f.block_n % 32, 0);
-            ASSERT_LE(f.block_n, 128);
-          }
+        SCOPED_TRACE(std::to_string(head_dim) + " x " + std::to_string(head_dim_v));
+        const Sm90ForwardConfig f = sm90_forward_config(Half::float16, head_dim, head_dim_v, terms);
+        ASSERT_GE(f.head_dim, head_dim);
+        ASSERT_GE(f.head_dim_v, head_dim_v);
+        ASSERT_LE(shared_of(f), hopper.shared_per_block);
+        ASSERT_EQ(f.block_m % 64, 0);
+        ASSERT_TRUE(f.consumers() >= 2 && f.consumers() <= 4);
+        // What the warpgroups take is what the block of threads was launched with.
+        const int launched = 65536 / f.threads() / 8 * 8 * f.threads();
+        ASSERT_LE((f.producer_registers() + f.consumers() * f.consumer_registers()) * 128, launched);
+        ASSERT_EQ(f.block_n % 16, 0);
+        ASSERT_LE(f.block_n, 256);
+        if (has(terms, Terms::dropout)) {
+          ASSERT_EQ(f.block_n % 32, 0);
+          ASSERT_LE(f.block_n, 128);
         }
       }
     }
@@ -96,7 +96,7 @@ TEST(Plan, NamesTellConfigsApart) {
   for (const ForwardConfig& config : forwards) names.insert(kernel_name(config));
   EXPECT_EQ(names.size(), forwards.size());
 
-  const Sm90ForwardConfig s = sm90_forward_config(Half::bfloat16, 128, 128, Terms::plain, Extent::common);
+  const Sm90ForwardConfig s = sm90_forward_config(Half::bfloat16, 128, 128, Terms::plain);
   std::vector<Sm90ForwardConfig> hoppers(10, s);
   hoppers[1].type = Half::float16;
   hoppers[2].head_dim = 64;
@@ -204,23 +204,47 @@ TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   EXPECT_EQ(pairs.units(), (pairs.rows + 1) / 2 * 150);
 }
 
-TEST(Plan, HoppersForwardFitsTheSequences) {
-  const auto config_of = [](std::int64_t seqlen, int head_dim, bool causal) {
-    Problem p = problem_of(2, seqlen, 4, head_dim);
-    p.max_seqlen_q = p.max_seqlen_k = seqlen;
-    if (causal) p.window_right = 0;
-    return sm90_forward_config(p);
-  };
-  EXPECT_EQ(config_of(1024, 64, true).block_m, 128);  // 1152 rows in tiles of 192
-  EXPECT_EQ(config_of(1024, 64, false).block_m, 192);
-  EXPECT_EQ(config_of(100, 64, false).block_m, 128);
-  EXPECT_EQ(config_of(2048, 64, true).block_m, 192);
-  EXPECT_GT(config_of(8192, 128, false).block_n, config_of(8192, 128, true).block_n);
-  EXPECT_EQ(config_of(1024, 128, false).block_n, config_of(1024, 128, true).block_n);
-  // A row's bits depend on block_n: of packed sequences it is always the same.
-  Problem packed = problem_of(2, 100'000, 4, 128);
-  packed.packed = true;
-  EXPECT_EQ(sm90_forward_config(packed).block_n, config_of(100, 128, true).block_n);
+// Blocks of threads take every tile once, and under a causal mask about as much work each.
+TEST(Plan, HoppersForwardDealsOutEveryTile) {
+  for (const int multiprocessors : {1, 3, 7, 132}) {
+    const DeviceLimits limits{90, 227 << 10, multiprocessors};
+    for (const std::int64_t seqlen : {1, 128, 129, 640, 1000, 4096}) {
+      for (const int batch : {1, 3, 30}) {
+        for (const bool causal : {false, true}) {
+          for (const bool packed : {false, true}) {
+            SCOPED_TRACE(std::to_string(multiprocessors) + " multiprocessors, " + std::to_string(batch) +
+                         " x " + std::to_string(seqlen) + (causal ? ", causal" : "") +
+                         (packed ? ", packed" : ""));
+            Problem p = problem_of(batch, seqlen, 5, 128);
+            p.max_seqlen_q = p.max_seqlen_k = seqlen;
+            p.packed = packed;
+            if (causal) p.window_right = 0;
+            const Sm90ForwardConfig config = sm90_forward_config(p);
+            const TileOrder order = tile_order(config, p, limits);
+            const auto blocks = static_cast<unsigned>(blocks_of(config, p, limits));
+            ASSERT_GT(blocks, 0U);
+            std::vector<int> taken(std::size_t(order.rows) * order.heads);
+            std::vector<long long> work(blocks);
+            for (unsigned block = 0; block < blocks; ++block) {
+              for (TileOrder::Turn turn{0, block}; turn.unit() < order.units(); order.next(turn, blocks)) {
+                const TileOrder::Tile tile = order.tile(turn);
+                ASSERT_LT(tile.row, order.rows);
+                ASSERT_LT(tile.head, order.heads);
+                if (!tile.there) continue;
+                ++taken[tile.row * order.heads + tile.head];
+                work[block] += tile.row + 1;
+              }
+            }
+            EXPECT_EQ(std::set<int>(taken.begin(), taken.end()), std::set<int>{1});
+            if (order.paired) {
+              const auto [least, most] = std::minmax_element(work.begin(), work.end());
+              EXPECT_LE(*most - *least, 2 * (order.rows + 1));
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 TEST(Divisor, DividesExactly) {

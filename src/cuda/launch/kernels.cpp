@@ -121,6 +121,11 @@ Status run_forward_sm90(const Context& context, const Problem& problem, bool onl
   Sm90ForwardParams params{};
   params.attention = make_params(problem);
   params.order = tile_order(config, problem, limits_of(context.facts()));
+  const auto narrow = [](std::int64_t side) {
+    return static_cast<int>(std::min<std::int64_t>(side, NarrowMask::unbounded));
+  };
+  params.window_left = narrow(problem.window_left);
+  params.window_right = narrow(problem.window_right);
   if (!only_load && forward_tiles(config, problem) > 0) {
     if (Status status = fill_maps(config, problem, params); !status.ok()) return status;
   }
@@ -197,6 +202,8 @@ std::string why_not_sm90(const Problem& problem) {
   if (problem.dtype == DType::float32) return "its tiles are float16 or bfloat16, q is float32";
   if (std::string reason = why_no_maps(problem); !reason.empty()) return reason;
   if (problem.direction == Direction::backward) return why_not(problem);
+  if (std::max(problem.rows_q, problem.rows_k) >= NarrowMask::unbounded)
+    return "q or k has 2^29 rows or more";
   const std::int64_t tiles = std::max({problem.batch * problem.num_heads_q, problem.num_heads_q,
                                        forward_tiles(sm90_forward_config(problem), problem)});
   if (tiles > max_blocks) return "the problem has " + std::to_string(tiles) + " tiles, more than 2^31 - 1";

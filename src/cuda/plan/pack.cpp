@@ -20,18 +20,15 @@ PackEntry entry(const Config& config) {
 
 void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
   std::set<std::string> names;  // the tables have some tiles in common
-  const auto add = [&](int head_dim, int head_dim_v, Terms terms, Extent extent) {
-    PackEntry one = entry(sm90_forward_config(type, head_dim, head_dim_v, terms, extent));
+  const auto add = [&](int head_dim, int head_dim_v, Terms terms) {
+    PackEntry one = entry(sm90_forward_config(type, head_dim, head_dim_v, terms));
     if (names.insert(one.name).second) list.push_back(std::move(one));
   };
-  for (const Extent extent : {Extent::common, Extent::many_keys}) {
-    for (const int head_dim : {64, 96, 128, 192, 256}) add(head_dim, head_dim, Terms::plain, extent);
-    add(192, 128, Terms::plain, extent);
-  }
-  add(64, 64, Terms::plain, Extent::few_queries);
+  for (const int head_dim : {64, 96, 128, 192, 256}) add(head_dim, head_dim, Terms::plain);
+  add(192, 128, Terms::plain);
   for (const Terms terms :
        {Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias, Terms::bias | Terms::wide_bias}) {
-    for (const int head_dim : {64, 128}) add(head_dim, head_dim, terms, Extent::common);
+    for (const int head_dim : {64, 128}) add(head_dim, head_dim, terms);
   }
 }
 

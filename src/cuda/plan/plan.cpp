@@ -264,35 +264,21 @@ DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, in
   return config;
 }
 
-Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms, Extent extent) {
-  const auto& rows = has(terms, Terms::wide_bias)                             ? sm90_forward_wide_bias
-                     : has(terms, Terms::bias)                                ? sm90_forward_bias
-                     : terms != Terms::plain || extent == Extent::few_queries ? sm90_forward_terms
-                     : extent == Extent::many_keys                            ? sm90_forward_many_keys
-                                                                              : sm90_forward;
+Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms) {
+  const auto& rows = has(terms, Terms::wide_bias) ? sm90_forward_wide_bias
+                     : has(terms, Terms::bias)    ? sm90_forward_bias
+                     : terms != Terms::plain      ? sm90_forward_terms
+                                                  : sm90_forward;
   const Sm90ForwardTiles tiles = *std::find_if(rows.begin(), rows.end(), [&](const Sm90ForwardTiles& row) {
     return head_dim <= row.head_dim && head_dim_v <= row.head_dim_v;
   });
-  constexpr int stages = 2;
   return {type,           tile_width(head_dim), tile_width(head_dim_v),
-          tiles.block_m,  tiles.block_n,        stages,
+          tiles.block_m,  tiles.block_n,        tiles.stages,
           tiles.q_stages, tiles.turns,          terms};
 }
 Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
-  const auto with = [&](Extent extent) {
-    return sm90_forward_config(half_of(problem), static_cast<int>(problem.head_dim),
-                               static_cast<int>(problem.head_dim_v), terms_of(problem), extent);
-  };
-  // A packed sequence has the same bits whatever its neighbours are: so has block_n.
-  if (problem.packed) return with(Extent::common);
-  constexpr std::int64_t many = 4096;
-  if (!is_masked(problem) && problem.rows_k >= many) return with(Extent::many_keys);
-  const Sm90ForwardConfig config = with(Extent::common), smaller = with(Extent::few_queries);
-  const auto filled = [&](int block_m) { return ceil_div(problem.rows_q, block_m) * block_m; };
-  // Under a mask larger tiles also have more that nobody sees.
-  const std::int64_t most = is_masked(problem) ? 105 : 125;  // percent
-  const bool wasteful = filled(config.block_m) * 100 > filled(smaller.block_m) * most;
-  return wasteful && smaller.block_m < config.block_m ? smaller : config;
+  return sm90_forward_config(half_of(problem), static_cast<int>(problem.head_dim),
+                             static_cast<int>(problem.head_dim_v), terms_of(problem));
 }
 
 ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem) {
@@ -335,6 +321,7 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
                  (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
   order.by_rows = problem.packed;
   order.inner = Divisor(order.by_rows ? order.heads : order.units() / order.heads);
+  order.change = 7 % std::clamp<unsigned>(limits.multiprocessors, 1, order.units());
   order.num_heads_q = Divisor(static_cast<unsigned>(problem.num_heads_q));
   order.group_size = Divisor(static_cast<unsigned>(problem.group_size));
   return order;

@@ -55,10 +55,7 @@ struct SmallConfig {
 [[nodiscard]] DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                                        Terms terms, bool aligned);
 
-// Extent: what the tiles are for. `common`: sequences of any length, under any mask.
-enum class Extent : std::uint8_t { common, many_keys, few_queries };
-[[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms,
-                                                    Extent extent);
+[[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
 
 [[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem);

@@ -30,51 +30,43 @@ struct TileTable {
 // Hopper's forward kernel: the first row that has room for both. kernels/sm90/NOTES.md has the measurements.
 struct Sm90ForwardTiles {
   int head_dim, head_dim_v;  // up to
-  int block_m, block_n, q_stages;
+  int block_m, block_n;
+  int stages, q_stages;  // buffers of k and v; of q
   bool turns;
 };
 
 // clang-format off
-//    head_dim  head_dim_v  block_m  block_n  q_stages  turns
-inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_many_keys = {{
-    { 64,        64,        192,     128,     2,        true},
-    { 96,        96,        128,     160,     2,        true},
-    {128,       128,        128,     160,     2,        true},
-    {192,       128,        128,     128,     1,        true},
-    {192,       192,        128,     112,     1,        false},
-    {256,       256,        128,      80,     1,        false}}};
-// Under a mask, or where there are few keys, much of a large block is seen by nobody.
+//    head_dim  head_dim_v  block_m  block_n  stages  q_stages  turns
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward = {{
-    { 64,        64,        192,     128,     2,        true},
-    { 96,        96,        128,     128,     2,        true},
-    {128,       128,        128,     128,     2,        true},
-    {192,       128,        128,     128,     1,        true},
-    {192,       192,        128,     112,     1,        false},
-    {256,       256,        128,      80,     1,        false}}};
+    { 64,        64,        256,      64,     4,      2,        false},
+    { 96,        96,        192,      64,     3,      2,        false},
+    {128,       128,        128,     128,     2,      2,        true},
+    {192,       128,        128,     128,     2,      1,        true},
+    {192,       192,        128,     112,     2,      1,        false},
+    {256,       256,        128,      64,     2,      1,        false}}};
 // Softcap, ALiBi and dropout want registers, and dropout's masks are made for 32 keys at a time and 128 at most.
-// Also for queries that fill 128 rows better than 192.
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_terms = {{
-    { 64,        64,        128,     128,     2,        true},
-    { 96,        96,        128,     128,     2,        true},
-    {128,       128,        128,     128,     2,        true},
-    {192,       128,        128,     128,     1,        true},
-    {192,       192,        128,      96,     1,        false},
-    {256,       256,        128,      64,     1,        false}}};
+    { 64,        64,        192,      64,     4,      2,        false},
+    { 96,        96,        128,     128,     2,      2,        true},
+    {128,       128,        128,     128,     2,      2,        true},
+    {192,       128,        128,     128,     2,      1,        true},
+    {192,       192,        128,      96,     2,      1,        false},
+    {256,       256,        128,      64,     2,      1,        false}}};
 // A bias comes in rows of 16 pieces at most: 128 keys, or 64 of float32.
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_bias = {{
-    { 64,        64,        128,     128,     2,        true},
-    { 96,        96,        128,     128,     2,        true},
-    {128,       128,        128,     128,     2,        true},
-    {192,       128,        128,      64,     1,        true},
-    {192,       192,        128,      64,     1,        false},
-    {256,       256,        128,      64,     1,        false}}};
+    { 64,        64,        192,      64,     4,      2,        false},
+    { 96,        96,        128,     128,     2,      2,        true},
+    {128,       128,        128,     128,     2,      2,        true},
+    {192,       128,        128,      64,     2,      1,        true},
+    {192,       192,        128,      64,     2,      1,        false},
+    {256,       256,        128,      64,     2,      1,        false}}};
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_wide_bias = {{
-    { 64,        64,        128,      64,     2,        true},
-    { 96,        96,        128,      64,     2,        true},
-    {128,       128,        128,      64,     2,        true},
-    {192,       128,        128,      64,     1,        true},
-    {192,       192,        128,      64,     1,        false},
-    {256,       256,        128,      64,     1,        false}}};
+    { 64,        64,        128,      64,     2,      2,        true},
+    { 96,        96,        128,      64,     2,      2,        true},
+    {128,       128,        128,      64,     2,      2,        true},
+    {192,       128,        128,      64,     2,      1,        true},
+    {192,       192,        128,      64,     2,      1,        false},
+    {256,       256,        128,      64,     2,      1,        false}}};
 
 // sm_90, and what came after with as much shared memory.
 inline constexpr TileTable sm90_tiles = {
