@@ -39,6 +39,21 @@ __device__ __forceinline__ void store_matrices(unsigned address, const unsigned 
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3]));
 }
+__device__ __forceinline__ void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]));
+}
+__device__ __forceinline__ void store(unsigned address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3]));
+}
+// Adds floats in shared memory to memory, as the copy engine gets to it; it belongs to the thread's next
+// group. Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void add_bulk(float* to, unsigned from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(from), "r"(bytes)
+               : "memory");
+}
 #endif
 // 16 bytes; of them the first `valid` are read, the others become 0.
 __device__ __forceinline__ void copy_async(unsigned address, const void* from, int valid) {

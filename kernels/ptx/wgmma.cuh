@@ -98,8 +98,9 @@ __device__ __forceinline__ void settle(unsigned (&a)[k][4]) {
   if constexpr (n * 8 == width)                                                                                 \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2 ", 0;\n"                                          \
                  "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32." type "." type " {" TESSERA_NAMES_##part  \
-                 "}, %" #x0 ", %" #x1 ", p, 1, 1, 0, 0;\n}"                                                   \
-                 : TESSERA_TILES_##part : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+                 "}, %" #x0 ", %" #x1 ", p, 1, 1, %" #x3 ", %" #x4 ";\n}"                                      \
+                 : TESSERA_TILES_##part : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(of_a)),   \
+                   "n"(static_cast<int>(of_b)));
 #define TESSERA_WGMMA_REGISTERS(width, part, x0, x1, x2, x3, x4, x5, type)                                      \
   if constexpr (n * 8 == width)                                                                                 \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5 ", 0;\n"                                          \
@@ -109,8 +110,11 @@ __device__ __forceinline__ void settle(unsigned (&a)[k][4]) {
                    "r"(static_cast<int>(add)));
 // clang-format on
 
-// c = a b, or c += a b, 16 deep. A and B with their depth along the rows of shared memory.
-template <Half type, int n>
+// How the depth of an operand lies in shared memory.
+enum class Depth { along_rows, across_rows };
+
+// c = a b, or c += a b, 16 deep.
+template <Half type, Depth of_a = Depth::along_rows, Depth of_b = Depth::along_rows, int n>
 __device__ __forceinline__ void wgmma(float (&c)[n][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
   static_assert(n % 2 == 0 && n <= 32);
   if constexpr (type == Half::bfloat16) {

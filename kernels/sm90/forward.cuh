@@ -9,12 +9,9 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <cute/arch/copy_sm90_desc.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "core/attention_config.h"
 #include "core/attention_params.h"
-#include "ptx/barrier.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/schedule.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragments.cuh"
@@ -23,8 +20,6 @@
 #include "tile/softmax.cuh"
 
 namespace tessera::sm90 {
-
-inline constexpr int group_rows = 64, group_threads = 128, warp_rows = 16;
 
 // A warpgroup's queries, and then their outputs.
 template <Sm90ForwardConfig C>
@@ -53,41 +48,10 @@ struct ForwardShared
     : ForwardTiles<C>,
       ForwardBias<C>,
       tile::DropoutShared<has(C.terms, Terms::dropout), C.consumers() * group_threads, 1, C.block_n / 8> {
-  struct Barriers {
-    ptx::Barrier full, empty;
-  };
   Barriers q_there[C.q_stages][C.consumers()], k_there[C.stages], v_there[C.stages];
 };
 
-// One of a ring of buffers, and the parity of its barriers' phase.
-template <int stages>
-struct Cursor {
-  unsigned stage = 0, parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // ---- The producer: one thread.
-
-enum class Reuse { soon, once };  // of what is loaded, by other blocks of threads
-
-// Rows from `row` on, whatever lies there; zeros beyond the tensor.
-template <Reuse reuse, class Tile>
-__device__ __forceinline__ void load_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int row,
-                                          int head, int b) {
-  constexpr auto hint =
-      reuse == Reuse::soon ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_FIRST;
-#pragma unroll
-  for (int i = 0; i < Tile::panels; ++i) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
-                                 tile.data + i * Tile::panel_bytes, i * Tile::width, row, head, b);
-  }
-}
 
 template <Sm90ForwardConfig C>
 __device__ __forceinline__ void produce(const Sm90ForwardParams& params, ForwardShared<C>& shared) {
@@ -97,28 +61,23 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
     const ForwardWork work = schedule.work();
     if (!work.there()) continue;
     const int b = params.attention.packed() ? 0 : work.b, head_k = params.order.group_size.quotient(work.h);
-    // Waits until the buffer is free, and announces what will come.
-    const auto begin = [](auto& barriers, unsigned parity, int bytes) {
-      ptx::wait(barriers.empty, parity ^ 1);
-      barriers.full.arrive_and_expect_tx(bytes);
-    };
     const auto load_q = [&] {
 #pragma unroll
       for (int i = 0; i < C.consumers(); ++i) {
-        begin(shared.q_there[q.stage][i], q.parity, group_rows * C.head_dim * 2);
+        begin_load(shared.q_there[q.stage][i], q.parity, group_rows * C.head_dim * 2);
         load_tile<Reuse::once>(shared.queries[q.stage][i].q, params.q, shared.q_there[q.stage][i].full,
                                work.sequence.q_begin + work.first_query + i * group_rows, work.h, b);
       }
       q.next();
     };
     const auto load_k = [&](int block) {
-      begin(shared.k_there[k.stage], k.parity, C.block_n * C.head_dim * 2);
+      begin_load(shared.k_there[k.stage], k.parity, C.block_n * C.head_dim * 2);
       load_tile<Reuse::soon>(shared.k[k.stage], params.k, shared.k_there[k.stage].full,
                              work.sequence.k_begin + block * C.block_n, head_k, b);
       k.next();
     };
     const auto load_v = [&](int block) {
-      begin(shared.v_there[v.stage], v.parity, C.block_n * C.head_dim_v * 2);
+      begin_load(shared.v_there[v.stage], v.parity, C.block_n * C.head_dim_v * 2);
       load_tile<Reuse::soon>(shared.v[v.stage], params.v, shared.v_there[v.stage].full,
                              work.sequence.k_begin + block * C.block_n, head_k, b);
       v.next();
@@ -141,13 +100,9 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
 [[nodiscard]] __device__ constexpr int turn_of(int group) { return 1 + group; }
 [[nodiscard]] __device__ constexpr int meeting_of(int group) { return 5 + group; }
 
-// Rows from first_row on become 0: another sequence's, or padding, lie there, and may be NaN.
 template <class Tile>
 __device__ __forceinline__ void clear_rows(Tile& tile, int first_row, int group) {
-  constexpr int pieces = Tile::cols / 8;
-  for (int i = threadIdx.x % group_threads + first_row * pieces; i < Tile::rows * pieces; i += group_threads)
-    *reinterpret_cast<uint4*>(tile.at(i / pieces, i % pieces)) = uint4{0, 0, 0, 0};
-  ptx::publish_shared();
+  clear_rows<group_threads>(tile, first_row);
   ptx::meet(meeting_of(group), group_threads);
 }
 

@@ -49,6 +49,12 @@ struct PanelOperand {
               static_cast<ptx::MatrixDescriptor>(next_panel) << 16 |
               static_cast<ptx::MatrixDescriptor>(eight_rows) << 32 | layout << 62) {}
 
+  // The part from a row on, a multiple of 8, and a column on, a multiple of a panel's.
+  [[nodiscard]] __device__ __forceinline__ PanelOperand part(int row, int col) const {
+    PanelOperand operand = *this;
+    operand.first += (row * Tile::row_bytes >> 4) + col / Tile::width * next_panel;
+    return operand;
+  }
   // 16 columns from col on, a multiple of 16: depth along the rows. `number` tiles of the kind further on.
   [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor cols_from(int col, int number = 0) const {
     return first + number * (Tile::bytes >> 4) + col / Tile::width * next_panel +

@@ -77,6 +77,31 @@ struct BackwardConfig {
   [[nodiscard]] constexpr int dkv_split() const { return split == 1 || block_n < 32 ? split : 2 * split; }
 };
 
+// Hopper's: warpgroups of 64 keys each that compute, and one whose warps load, and add dq.
+struct Sm90BackwardConfig {
+  Half type;
+  int head_dim, head_dim_v;
+  int block_m, block_n;
+  int q_stages, dout_stages;  // buffers
+  // Registers are what decides: parts in which dv is issued, each beside the making of its part of ds (0: ds
+  // is made behind all of dv), and whether ds, as an operand of dk, is kept or read from shared memory.
+  int dv_parts;
+  bool ds_in_registers;
+  Terms terms;
+
+  [[nodiscard]] constexpr int consumers() const { return block_n / 64; }
+  [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
+  [[nodiscard]] constexpr int producer_registers() const { return 32; }
+  [[nodiscard]] constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }
+  // The warpgroups share dq: 64 queries each, and where there are fewer queries, parts of the columns. Parts
+  // begin and end with panels; where those come in no whole parts, the last ones overlap.
+  [[nodiscard]] constexpr int dq_parts() const { return consumers() * 64 / block_m; }
+  [[nodiscard]] constexpr int dq_cols() const {
+    const int panel = head_dim % 64 == 0 ? 64 : 32;
+    return (head_dim / panel + dq_parts() - 1) / dq_parts() * panel;
+  }
+};
+
 struct DbiasConfig {
   Half type;
   int head_dim, head_dim_v;

@@ -173,6 +173,11 @@ struct Sm90ForwardParams {
   }
 };
 
+struct Sm90BackwardParams {
+  TensorMap q, k, v, dout;
+  AttentionParams attention;
+};
+
 [[nodiscard]] TESSERA_HD constexpr int tiles_of(int size, int tile) {
   return size / tile + (size % tile != 0 ? 1 : 0);
 }

@@ -35,6 +35,28 @@ Forward call_of(std::int64_t seqlen, std::int64_t head_dim, std::int64_t head_di
   return call;
 }
 
+Backward backward_of(std::int64_t seqlen, std::int64_t head_dim, std::int64_t head_dim_v) {
+  const Forward forward = call_of(seqlen, head_dim, head_dim_v);
+  const auto at = [](int number, const Tensor& like) {
+    Tensor t = like;
+    t.data = address(number);
+    return t;
+  };
+  Backward call;
+  call.q = forward.q;
+  call.k = forward.k;
+  call.v = forward.v;
+  call.o = forward.o;
+  call.lse = Tensor(address(4), DType::float32, {2, 8, seqlen});
+  call.lse.device = forward.q.device;
+  call.dout = at(5, forward.o);
+  call.dq = at(6, forward.q);
+  call.dk = at(7, forward.k);
+  call.dv = at(8, forward.v);
+  call.workspace = {address(9), workspace_size(call).or_throw()};
+  return call;
+}
+
 class HopperLaunch : public testing::Test {
  protected:
   void SetUp() override {
@@ -48,6 +70,15 @@ std::string ran(const Forward& call) {
   EXPECT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(fake_driver().launches, 1);
   return last_kernel();
+}
+
+void expect_ran(const Backward& call, int maps) {
+  fake_driver().maps = fake_driver().launches = 0;
+  const Status status = backward(call);
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(fake_driver().launches, 3);
+  EXPECT_EQ(last_kernel(), "cuda_sm90");
+  EXPECT_EQ(fake_driver().maps, maps);
 }
 
 void expect_map(const fake::Control::Map& map, int tensor, std::int64_t seqlen, unsigned long long heads,
@@ -112,6 +143,31 @@ TEST_F(HopperLaunch, NoKeysAtAll) {
   EXPECT_EQ(ran(call), "cuda_sm90");
   EXPECT_EQ(fake_driver().map[1].extents[1], 1U);
   EXPECT_NE(fake_driver().map[1].data, nullptr);
+}
+
+TEST_F(HopperLaunch, BackwardsMapsAreOfTheTensorsAndTheTiles) {
+  for (const int head_dim : {64, 96, 128}) {
+    SCOPED_TRACE(head_dim);
+    const unsigned cols = head_dim == 96 ? 32 : 64, rows = head_dim == 64 ? 128 : 64;
+    const auto dim = static_cast<unsigned long long>(head_dim);
+    expect_ran(backward_of(1000, head_dim, head_dim), 4);
+    const fake::Control& driver = fake_driver();
+    expect_map(driver.map[0], 0, 1000, 8, dim, cols, rows);
+    expect_map(driver.map[1], 1, 1000, 2, dim, cols, 128);
+    expect_map(driver.map[2], 2, 1000, 2, dim, cols, 128);
+    expect_map(driver.map[3], 5, 1000, 8, dim, cols, rows);
+  }
+}
+
+TEST_F(HopperLaunch, BackwardWithoutTilesOrMapsIsTheOtherKernels) {
+  Backward call = backward_of(64, 64, 64);
+  call.options.deterministic = true;
+  call.workspace.bytes = workspace_size(call).or_throw();
+  expect_ran(call, 0);
+  Backward expanded = backward_of(64, 64, 64);
+  expanded.dout.stride[0] = 0;
+  expect_ran(expanded, 0);
+  expect_ran(backward_of(64, 256, 256), 0);
 }
 
 }  // namespace

@@ -78,6 +78,35 @@ TEST(Plan, EveryHeadDimFitsHoppersForward) {
   }
 }
 
+// Hopper's own backward kernel: 64 keys a warpgroup, and each of them has its part of dq.
+TEST(Plan, EveryHeadDimFitsHoppersBackward) {
+  int found = 0;
+  for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
+    for (int head_dim_v = 8; head_dim_v <= 256; head_dim_v += 8) {
+      for (const Terms terms :
+           {Terms::plain, Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias, every_term}) {
+        SCOPED_TRACE(std::to_string(head_dim) + " x " + std::to_string(head_dim_v));
+        const auto b = sm90_backward_config(Half::float16, head_dim, head_dim_v, terms);
+        if (!b) continue;
+        ++found;
+        ASSERT_GE(b->head_dim, head_dim);
+        ASSERT_GE(b->head_dim_v, head_dim_v);
+        ASSERT_LE(shared_of(*b), hopper.shared_per_block);
+        ASSERT_TRUE(b->consumers() == 2 || b->consumers() == 3);
+        ASSERT_LE((b->producer_registers() + b->consumers() * b->consumer_registers()) * 128, 65536);
+        ASSERT_EQ(b->block_m % 64, 0);
+        ASSERT_EQ(b->block_m * b->dq_parts(), b->block_n);
+        ASSERT_GE(b->dq_cols() * b->dq_parts(), b->head_dim);
+        ASSERT_LE(b->dq_cols(), b->head_dim);
+        ASSERT_LE(b->dq_parts(), 2);  // those before the last do not overlap
+        ASSERT_GE(b->q_stages, 2);    // of two steps at a time
+        ASSERT_TRUE(b->dv_parts == 0 || b->block_m / 16 % b->dv_parts == 0);
+      }
+    }
+  }
+  EXPECT_GE(found, 16 * 16);
+}
+
 // The name is the key of the caches: whatever changes the program changes it.
 TEST(Plan, NamesTellConfigsApart) {
   const ForwardConfig f = forward_config(hopper, Half::bfloat16, 128, 128, Terms::plain, true);
@@ -111,6 +140,22 @@ TEST(Plan, NamesTellConfigsApart) {
   for (const Sm90ForwardConfig& config : hoppers) names.insert(kernel_name(config));
   EXPECT_EQ(names.size(), hoppers.size());
 
+  const Sm90BackwardConfig r = *sm90_backward_config(Half::bfloat16, 128, 128, Terms::plain);
+  std::vector<Sm90BackwardConfig> rear(11, r);
+  rear[1].type = Half::float16;
+  rear[2].head_dim = 64;
+  rear[3].head_dim_v = 64;
+  rear[4].block_m = 192;
+  rear[5].block_n = 192;
+  rear[6].q_stages = 2;
+  rear[7].dout_stages = 1;
+  rear[8].dv_parts = 4;
+  rear[9].ds_in_registers = !r.ds_in_registers;
+  rear[10].terms = every_term;
+  names.clear();
+  for (const Sm90BackwardConfig& config : rear) names.insert(kernel_name(config));
+  EXPECT_EQ(names.size(), rear.size());
+
   const BackwardConfig b = backward_config(hopper, Half::bfloat16, 128, 128, Terms::plain, true);
   std::vector<BackwardConfig> backwards(11, b);
   backwards[1].type = Half::float16;
@@ -134,9 +179,10 @@ TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
     for (const PackEntry& entry : pack_list(arch)) {
       EXPECT_EQ(entry.name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_"), std::string::npos)
           << entry.name;
-      const bool sm90 = entry.name.starts_with("tessera_sm90_");
-      EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ " +
-                                (sm90 ? "Sm90ForwardParams" : "AttentionParams") + " params)"),
+      const char* params = entry.name.starts_with("tessera_sm90_forward")    ? "Sm90ForwardParams"
+                           : entry.name.starts_with("tessera_sm90_backward") ? "Sm90BackwardParams"
+                                                                             : "AttentionParams";
+      EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ " + params + " params)"),
                 std::string::npos)
           << entry.text;
       EXPECT_TRUE(names.insert(entry.name).second) << entry.name;

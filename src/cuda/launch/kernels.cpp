@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <optional>
 
 #include "core/attention_params.h"
 #include "cuda/driver/driver.h"
@@ -91,6 +92,9 @@ class Stage {
   Status operator()(const Config& config, const AttentionParams& params) {
     return run(config, params, blocks_of(config, problem_));
   }
+  Status operator()(const Sm90BackwardConfig& config, const Sm90BackwardParams& params) {
+    return run(config, params, blocks_of(config, problem_));
+  }
   Status operator()(const Sm90ForwardConfig& config, const Sm90ForwardParams& params) {
     return run(config, params, blocks_of(config, problem_, limits_of(context_.facts())));
   }
@@ -132,9 +136,10 @@ Status run_forward_sm90(const Context& context, const Problem& problem, bool onl
   return Stage(context, problem, only_load)(config, params);
 }
 
-Status run_backward(const Context& context, const Problem& problem, void* workspace, bool only_load) {
-  const DeviceLimits limits = limits_of(context.facts());
-  const BackwardConfig config = backward_config(limits, problem);
+// Delta, what bias and sinks want, the main kernel, dq.
+template <class Config, class Main>
+Status run_backward(const Context& context, const Problem& problem, void* workspace, bool only_load,
+                    const Config& config, const Main& run_main) {
   const BackwardWorkspace places = backward_workspace(config, problem);
   AttentionParams params = make_params(problem);
   auto* const memory = static_cast<std::byte*>(workspace);
@@ -150,10 +155,29 @@ Status run_backward(const Context& context, const Problem& problem, void* worksp
     if (Status status = stage(SmallConfig{Small::dsinks, config.type}, params); !status.ok()) return status;
   }
   if (problem.dbias.given()) {
-    if (Status status = stage(dbias_config(limits, problem), params); !status.ok()) return status;
+    if (Status status = stage(dbias_config(limits_of(context.facts()), problem), params); !status.ok())
+      return status;
   }
-  if (Status status = stage(config, params); !status.ok()) return status;
+  if (Status status = run_main(stage, params); !status.ok()) return status;
   return stage(SmallConfig{Small::convert_dq, config.type}, params);
+}
+Status run_backward(const Context& context, const Problem& problem, void* workspace, bool only_load) {
+  const BackwardConfig config = backward_config(limits_of(context.facts()), problem);
+  return run_backward(context, problem, workspace, only_load, config,
+                      [&](Stage& stage, const AttentionParams& params) { return stage(config, params); });
+}
+
+Status run_backward_sm90(const Context& context, const Problem& problem, void* workspace, bool only_load,
+                         const Sm90BackwardConfig& config) {
+  return run_backward(context, problem, workspace, only_load, config,
+                      [&](Stage& stage, const AttentionParams& params) {
+                        Sm90BackwardParams all{};
+                        all.attention = params;
+                        if (!only_load && blocks_of(config, problem) > 0) {
+                          if (Status status = fill_maps(config, problem, all); !status.ok()) return status;
+                        }
+                        return stage(config, all);
+                      });
 }
 
 Status execute(const Problem& problem, void* workspace, bool only_load) {
@@ -228,14 +252,27 @@ Plan plan(const Problem& problem) {
   return plan;
 }
 
-// Backward is cuda_sm80's, until there is one for Hopper.
+// Hopper's backward kernel, where it has tiles and TMA can copy what it loads. Otherwise cuda_sm80's runs.
+std::optional<Sm90BackwardConfig> own_backward(const Problem& problem) {
+  if (problem.direction == Direction::forward || !why_no_dout_map(problem).empty()) return {};
+  return sm90_backward_config(problem);
+}
+
 Plan plan_sm90(const Problem& problem) {
-  if (problem.direction == Direction::backward) return plan(problem);
-  const Sm90ForwardConfig config = sm90_forward_config(problem);
   Plan plan;
-  plan.block_m = config.block_m;
-  plan.block_n = config.block_n;
-  plan.threads = threads_of(config);
+  const auto fill = [&](const auto& config) {
+    plan.block_m = config.block_m;
+    plan.block_n = config.block_n;
+    plan.threads = threads_of(config);
+  };
+  if (problem.direction == Direction::forward) {
+    fill(sm90_forward_config(problem));
+    return plan;
+  }
+  const std::optional<Sm90BackwardConfig> config = own_backward(problem);
+  if (!config) return cuda::plan(problem);
+  fill(*config);
+  plan.workspace = static_cast<std::size_t>(backward_workspace(*config, problem).end);
   return plan;
 }
 
@@ -245,10 +282,12 @@ Status run(const Problem& problem, const Plan&, void* workspace) {
 Status prepare(const Problem& problem, const Plan&) { return execute(problem, nullptr, true); }
 
 Status execute_sm90(const Problem& problem, void* workspace, bool only_load) {
-  if (problem.direction == Direction::backward) return execute(problem, workspace, only_load);
+  const std::optional<Sm90BackwardConfig> backward = own_backward(problem);
+  if (problem.direction == Direction::backward && !backward) return execute(problem, workspace, only_load);
   const Result<Context> context = Context::enter(problem.device.device_id);
   if (!context.ok()) return context.status();
-  return run_forward_sm90(context.value(), problem, only_load);
+  return backward ? run_backward_sm90(context.value(), problem, workspace, only_load, *backward)
+                  : run_forward_sm90(context.value(), problem, only_load);
 }
 Status run_sm90(const Problem& problem, const Plan&, void* workspace) {
   return execute_sm90(problem, workspace, false);
@@ -284,15 +323,19 @@ void describe(const Problem& problem, Explanation& explanation) {
 }
 
 void describe_sm90(const Problem& problem, Explanation& explanation) {
-  if (problem.direction == Direction::backward) return describe(problem, explanation);
+  const std::optional<Sm90BackwardConfig> backward = own_backward(problem);
+  if (problem.direction == Direction::backward && !backward) return describe(problem, explanation);
   const Result<Context> context = Context::enter(problem.device.device_id);
-  if (context.ok()) describe_kernel(context.value(), sm90_forward_config(problem), explanation);
+  if (!context.ok()) return;
+  if (backward) {
+    describe_kernel(context.value(), *backward, explanation);
+  } else {
+    describe_kernel(context.value(), sm90_forward_config(problem), explanation);
+  }
 }
 
 constexpr std::array list{
-    Kernel{"cuda_sm90",
-           "TMA copies and wgmma tiles of float16 or bfloat16, float32 softmax; Hopper's forward, backward "
-           "as cuda_sm80",
+    Kernel{"cuda_sm90", "TMA copies and wgmma tiles of float16 or bfloat16, float32 softmax; Hopper's own",
            missing, why_not_sm90, plan_sm90, run_sm90, prepare_sm90, describe_sm90, "cuda"},
     Kernel{"cuda_sm80", "mma.sync tiles of float16 or bfloat16, float32 softmax; every GPU since Ampere",
            missing, why_not, plan, run, prepare, describe, "cuda"},

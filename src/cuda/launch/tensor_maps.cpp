@@ -71,6 +71,10 @@ std::string why_no_maps(const Problem& problem) {
   return reason;
 }
 
+std::string why_no_dout_map(const Problem& problem) {
+  return why_not("dout", problem.dout, queries_of(problem, problem.head_dim_v));
+}
+
 Status fill_maps(const Sm90ForwardConfig& config, const Problem& problem, Sm90ForwardParams& params) {
   constexpr int group_rows = 64, warp_rows = 16;
   void* const anywhere = problem.q.data;
@@ -86,6 +90,21 @@ Status fill_maps(const Sm90ForwardConfig& config, const Problem& problem, Sm90Fo
     return status;
   params.o_by_tma = why_not("o", problem.o, outputs).empty();
   return params.o_by_tma ? encode(problem.o, outputs, width_v, warp_rows, anywhere, params.o) : Status();
+}
+
+Status fill_maps(const Sm90BackwardConfig& config, const Problem& problem, Sm90BackwardParams& params) {
+  void* const anywhere = problem.k.data;
+  const int width = panel_width(config.head_dim), width_v = panel_width(config.head_dim_v);
+  const Dimensions queries = queries_of(problem, problem.head_dim), keys = keys_of(problem, problem.head_dim),
+                   values = keys_of(problem, problem.head_dim_v),
+                   outputs = queries_of(problem, problem.head_dim_v);
+  if (Status status = encode(problem.q, queries, width, config.block_m, anywhere, params.q); !status.ok())
+    return status;
+  if (Status status = encode(problem.k, keys, width, config.block_n, anywhere, params.k); !status.ok())
+    return status;
+  if (Status status = encode(problem.v, values, width_v, config.block_n, anywhere, params.v); !status.ok())
+    return status;
+  return encode(problem.dout, outputs, width_v, config.block_m, anywhere, params.dout);
 }
 
 }  // namespace tessera::cuda

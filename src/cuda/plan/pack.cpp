@@ -32,13 +32,23 @@ void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
   }
 }
 
+void add_sm90_backward(std::vector<PackEntry>& list, Half type) {
+  for (const int head_dim : {64, 96, 128})
+    list.push_back(entry(*sm90_backward_config(type, head_dim, head_dim, Terms::plain)));
+  for (const Terms terms : {Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias})
+    list.push_back(entry(*sm90_backward_config(type, 64, 64, terms)));
+}
+
 }  // namespace
 
 std::vector<PackEntry> pack_list(std::string_view arch) {
   const DeviceLimits limits = limits_of(arch);
   std::vector<PackEntry> list;
   for (const Half type : {Half::bfloat16, Half::float16}) {
-    if (arch == "sm_90a") add_sm90_forward(list, type);
+    if (arch == "sm_90a") {
+      add_sm90_forward(list, type);
+      add_sm90_backward(list, type);
+    }
     for (const Small kernel : {Small::delta, Small::dsinks, Small::convert_dq})
       list.push_back(entry(SmallConfig{kernel, type}));
     for (const Terms terms : {Terms::plain, Terms::softcap, Terms::alibi, Terms::bias, Terms::dropout}) {

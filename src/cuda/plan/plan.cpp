@@ -61,6 +61,11 @@ std::string spelled(const BackwardConfig& c) {
                 c.head_dim_v, c.block_m, c.block_n, c.split, c.stages, c.dq_warps_m, c.per_sm,
                 spelled(c.kv_in_registers), spelled(c.aligned), spelled(c.terms).c_str());
 }
+std::string spelled(const Sm90BackwardConfig& c) {
+  return format("Sm90BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
+                spelled(c.ds_in_registers), spelled(c.terms).c_str());
+}
 std::string spelled(const DbiasConfig& c) {
   return format("DbiasConfig{%s, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim, c.head_dim_v, c.block,
                 spelled(c.aligned), spelled(c.terms).c_str());
@@ -74,6 +79,17 @@ std::string program(const std::string& header, const std::string& name, int thre
          "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ", " +
          std::to_string(per_sm) + ") " + name + "(const __grid_constant__ " + params + " params) {\n  " +
          call + "(params);\n}\n";
+}
+// Hopper's. Its blocks have a multiprocessor each.
+template <class Config>
+std::string program(const char* header, const char* function, const char* shared, const char* params,
+                    const Config& config) {
+  const std::string spelling = spelled(config);
+  return program(header, kernel_name(config), threads_of(config), 1,
+                 "sm90::" + std::string(function) + "<" + spelling + ">",
+                 "static_assert(sizeof(sm90::" + std::string(shared) + "<" + spelling +
+                     ">) == " + std::to_string(shared_of(config)) + ");\n",
+                 params);
 }
 template <class Config>
 std::string program(const char* header, const char* function, const char* shared, int per_sm,
@@ -160,6 +176,11 @@ std::string kernel_name(const BackwardConfig& c) {
                 c.head_dim, c.head_dim_v, c.block_m, c.block_n, c.split, c.stages, c.dq_warps_m,
                 c.kv_in_registers ? "kv" : "", terms_name(c.terms).c_str(), aligned_name(c.aligned));
 }
+std::string kernel_name(const Sm90BackwardConfig& c) {
+  return format("tessera_sm90_backward_%s_d%dx%d_m%dn%dq%do%dv%d%s_%s", type_name(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
+                c.ds_in_registers ? "r" : "", terms_name(c.terms).c_str());
+}
 std::string kernel_name(const DbiasConfig& c) {
   return format("tessera_sm80_dbias_%s_d%dx%d_b%d_%s%s", type_name(c.type), c.head_dim, c.head_dim_v, c.block,
                 terms_name(c.terms).c_str(), aligned_name(c.aligned));
@@ -173,14 +194,13 @@ std::string program_text(const ForwardConfig& c) {
   return program("sm80/forward.cuh", "forward", "ForwardShared", c.per_sm, c);
 }
 std::string program_text(const Sm90ForwardConfig& c) {
-  const std::string spelling = spelled(c);
-  return program("sm90/forward.cuh", kernel_name(c), threads_of(c), 1, "sm90::forward<" + spelling + ">",
-                 "static_assert(sizeof(sm90::ForwardShared<" + spelling +
-                     ">) == " + std::to_string(shared_of(c)) + ");\n",
-                 "Sm90ForwardParams");
+  return program("sm90/forward.cuh", "forward", "ForwardShared", "Sm90ForwardParams", c);
 }
 std::string program_text(const BackwardConfig& c) {
   return program("sm80/backward.cuh", "backward", "BackwardShared", c.per_sm, c);
+}
+std::string program_text(const Sm90BackwardConfig& c) {
+  return program("sm90/backward.cuh", "backward", "BackwardShared", "Sm90BackwardParams", c);
 }
 std::string program_text(const DbiasConfig& c) {
   return program("sm80/dbias.cuh", "dbias", "DbiasShared", 1, c);
@@ -195,6 +215,7 @@ std::string program_text(const SmallConfig& c) {
 int threads_of(const ForwardConfig& c) { return c.warps * 32; }
 int threads_of(const Sm90ForwardConfig& c) { return c.threads(); }
 int threads_of(const BackwardConfig& c) { return c.warps() * 32; }
+int threads_of(const Sm90BackwardConfig& c) { return c.threads(); }
 int threads_of(const DbiasConfig& c) { return c.threads(); }
 int threads_of(const SmallConfig& c) { return c.kernel == Small::convert_dq ? dq_warps * 32 : small_threads; }
 
@@ -219,6 +240,15 @@ int shared_of(const BackwardConfig& c) {
   const int passed = c.block_n * c.block_m * (c.split == 1 ? 1 : 2);
   const int rest = 2 * c.block_m * 4 + 8;
   return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
+}
+int shared_of(const Sm90BackwardConfig& c) {
+  constexpr int row_stages = 2, ds_stages = 2, facts = 32;
+  const int keys = c.block_n * (c.head_dim + c.head_dim_v);
+  const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
+  const int ds = ds_stages * c.block_m * c.block_n, dq = c.consumers() * 64 * c.dq_cols();
+  const int rows = row_stages * (2 * c.block_m * 4 + facts);
+  const int barriers = (1 + c.q_stages + c.dout_stages + row_stages + 1) * 2 * 8;
+  return ((keys + queries + ds) * 2 + dq * 4 + rows + barriers + 1023) / 1024 * 1024;
 }
 int shared_of(const DbiasConfig& c) {
   const int rest = (2 * c.block + c.block * (c.block + 1)) * 4;
@@ -281,6 +311,25 @@ Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
                              static_cast<int>(problem.head_dim_v), terms_of(problem));
 }
 
+std::optional<Sm90BackwardConfig> sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms) {
+  const auto find = [&](const auto& rows) -> std::optional<Sm90BackwardConfig> {
+    for (const Sm90BackwardTiles& tiles : rows) {
+      if (head_dim > tiles.head_dim || head_dim_v > tiles.head_dim_v) continue;
+      return Sm90BackwardConfig{
+          type,           tile_width(head_dim), tile_width(head_dim_v), tiles.block_m,         tiles.block_n,
+          tiles.q_stages, tiles.dout_stages,    tiles.dv_parts,         tiles.ds_in_registers, terms};
+    }
+    return {};
+  };
+  return terms == Terms::plain ? find(sm90_backward) : find(sm90_backward_terms);
+}
+std::optional<Sm90BackwardConfig> sm90_backward_config(const Problem& problem) {
+  if (problem.deterministic) return {};
+  return sm90_backward_config(half_of(problem), static_cast<int>(problem.head_dim),
+                              static_cast<int>(problem.head_dim_v),
+                              without(terms_of(problem), Terms::wide_bias));
+}
+
 ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem) {
   return forward_config(limits, half_of(problem), static_cast<int>(problem.head_dim),
                         static_cast<int>(problem.head_dim_v), terms_of(problem), inputs_aligned(problem));
@@ -332,6 +381,9 @@ std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, 
 std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
 }
+std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem) {
+  return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
+}
 std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem) {
   const auto& extent = problem.dbias.extent;
   return extent[0] * extent[1] * ceil_div(extent[2], config.block) * ceil_div(extent[3], config.block);
@@ -348,16 +400,26 @@ std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
   return 0;
 }
 
-BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem) {
+namespace {
+
+BackwardWorkspace backward_workspace(int block_m, const Problem& problem) {
   const auto padded = [](std::int64_t bytes) { return ceil_div(bytes, workspace_step) * workspace_step; };
   BackwardWorkspace w;
   w.dq_acc = padded(all_rows_q(problem) * problem.num_heads_q * 4);  // delta stands first
   w.turn = w.dq_acc +
            padded(tiles_q(problem, 16) * problem.num_heads_q * 16 * ceil_div(problem.head_dim, 8) * 8 * 4);
   w.end =
-      w.turn +
-      padded(problem.deterministic ? (tiles_q(problem, config.block_m) * problem.num_heads_q + 1) * 4 : 0);
+      w.turn + padded(problem.deterministic ? (tiles_q(problem, block_m) * problem.num_heads_q + 1) * 4 : 0);
   return w;
+}
+
+}  // namespace
+
+BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem) {
+  return backward_workspace(config.block_m, problem);
+}
+BackwardWorkspace backward_workspace(const Sm90BackwardConfig& config, const Problem& problem) {
+  return backward_workspace(config.block_m, problem);
 }
 
 }  // namespace tessera::cuda

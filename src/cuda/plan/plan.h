@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/attention_config.h"
@@ -28,22 +29,26 @@ struct SmallConfig {
 [[nodiscard]] std::string kernel_name(const ForwardConfig& config);
 [[nodiscard]] std::string kernel_name(const Sm90ForwardConfig& config);
 [[nodiscard]] std::string kernel_name(const BackwardConfig& config);
+[[nodiscard]] std::string kernel_name(const Sm90BackwardConfig& config);
 [[nodiscard]] std::string kernel_name(const DbiasConfig& config);
 [[nodiscard]] std::string kernel_name(const SmallConfig& config);
 [[nodiscard]] std::string program_text(const ForwardConfig& config);
 [[nodiscard]] std::string program_text(const Sm90ForwardConfig& config);
 [[nodiscard]] std::string program_text(const BackwardConfig& config);
+[[nodiscard]] std::string program_text(const Sm90BackwardConfig& config);
 [[nodiscard]] std::string program_text(const DbiasConfig& config);
 [[nodiscard]] std::string program_text(const SmallConfig& config);
 [[nodiscard]] int threads_of(const ForwardConfig& config);
 [[nodiscard]] int threads_of(const Sm90ForwardConfig& config);
 [[nodiscard]] int threads_of(const BackwardConfig& config);
+[[nodiscard]] int threads_of(const Sm90BackwardConfig& config);
 [[nodiscard]] int threads_of(const DbiasConfig& config);
 [[nodiscard]] int threads_of(const SmallConfig& config);
 // Bytes of dynamic shared memory. The program asserts that it is its struct's size.
 [[nodiscard]] int shared_of(const ForwardConfig& config);
 [[nodiscard]] int shared_of(const Sm90ForwardConfig& config);
 [[nodiscard]] int shared_of(const BackwardConfig& config);
+[[nodiscard]] int shared_of(const Sm90BackwardConfig& config);
 [[nodiscard]] int shared_of(const DbiasConfig& config);
 [[nodiscard]] int shared_of(const SmallConfig& config);
 
@@ -58,6 +63,11 @@ struct SmallConfig {
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
 
+// Nothing where Hopper's backward kernel has no tiles.
+[[nodiscard]] std::optional<Sm90BackwardConfig> sm90_backward_config(Half type, int head_dim, int head_dim_v,
+                                                                     Terms terms);
+[[nodiscard]] std::optional<Sm90BackwardConfig> sm90_backward_config(const Problem& problem);
+
 [[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem);
 [[nodiscard]] BackwardConfig backward_config(const DeviceLimits& limits, const Problem& problem);
 [[nodiscard]] DbiasConfig dbias_config(const DeviceLimits& limits, const Problem& problem);
@@ -70,6 +80,7 @@ struct SmallConfig {
 [[nodiscard]] std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem,
                                      const DeviceLimits& limits);
 [[nodiscard]] std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem);
 [[nodiscard]] std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem);
 [[nodiscard]] std::int64_t blocks_of(const SmallConfig& config, const Problem& problem);
 
@@ -83,5 +94,6 @@ struct BackwardWorkspace {
   std::int64_t delta = 0, dq_acc = 0, turn = 0, end = 0;  // dq_acc to end are to be cleared
 };
 [[nodiscard]] BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem);
+[[nodiscard]] BackwardWorkspace backward_workspace(const Sm90BackwardConfig& config, const Problem& problem);
 
 }  // namespace tessera::cuda

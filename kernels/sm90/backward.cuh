@@ -1,0 +1,501 @@
+// Backward on Hopper: a block of keys, a loop over blocks of queries, five matrix products a step by wgmma.
+//
+//   p = exp2(s - lse), dv += p^T dout, dp = dout v^T, ds = p (dp - delta), dk += ds^T q, dq += ds k
+//
+// s and dp are computed transposed, 64 keys a warpgroup: then p^T and ds^T are operands of dv and dk as they
+// stand in registers, and only ds passes through shared memory, for dq. The products of two steps overlap: s
+// of the next is issued before dq and dk of this one, so that p is made while dk and dp run, and ds while dv
+// does. The heads of a group are one loop: dk and dv need no other sum.
+//
+// Beside the warpgroups that compute, one thread asks TMA for tiles, one warp brings lse and delta, and one
+// hands dq to the copy engine, which adds it in float32 in global memory.
+//
+// NOTES.md beside this file has the roofline and what was tried.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "core/attention_config.h"
+#include "core/attention_params.h"
+#include "sm90/pipeline.cuh"
+#include "tile/copy.cuh"
+#include "tile/dq_tiles.cuh"
+#include "tile/fragments.cuh"
+#include "tile/gradients.cuh"
+#include "tile/panels.cuh"
+
+namespace tessera::sm90 {
+
+inline constexpr int row_stages = 2, ds_stages = 2;
+
+// What consumers have to know of a step. They have no registers for it.
+struct alignas(16) StepFacts {
+  TileMask mask;  // of the tile that begins with the step's first query and the block's first key
+  int first_query, h;
+};
+
+template <Sm90BackwardConfig C>
+struct BackwardShared {
+  tile::PanelTile<C.block_n, C.head_dim> k;
+  tile::PanelTile<C.block_n, C.head_dim_v> v;
+  tile::PanelTile<C.block_m, C.head_dim> q[C.q_stages];
+  tile::PanelTile<C.block_m, C.head_dim_v> dout[C.dout_stages];
+  // Of two steps: who writes one has met all others behind their last product with it.
+  tile::PanelTile<C.block_m, C.block_n> ds[ds_stages];
+  // As it is added: tiles of one warp after the other (tile/dq_tiles.cuh).
+  float dq[C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
+  float lse[row_stages][C.block_m], delta[row_stages][C.block_m];
+  StepFacts facts[row_stages];
+  ptx::Barrier k_full, v_full;
+  Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[row_stages], dq_there;
+};
+
+// Which keys, of which head, and the blocks of queries that see some of them.
+struct BackwardWork {
+  int b, kv_head;
+  SequenceArg sequence;
+  int first_key;
+  int first_m, past_m;
+
+  [[nodiscard]] __device__ bool there() const { return first_key >= 0 && first_key < sequence.allocated_k; }
+  [[nodiscard]] __device__ int keys() const { return sequence.seqlen_k - first_key; }
+};
+// The first blocks of keys, which under a causal mask most queries see, come first.
+template <Sm90BackwardConfig C>
+[[nodiscard]] __device__ __forceinline__ BackwardWork find_work(const AttentionParams& params) {
+  const unsigned index = ptx::block_index();
+  const auto tiles =
+      static_cast<unsigned>(count_tiles(params.batch, params.rows_k, params.packed(), C.block_n));
+  const auto [b, n_block] =
+      find_tile(params.cu_seqlens_k, params.batch, params.rows_k, C.block_n, index % tiles);
+  BackwardWork work{b, static_cast<int>(index / tiles), params.sequence(b), n_block * C.block_n, 0, 0};
+  const Range keys{work.first_key, min(work.first_key + C.block_n, work.sequence.seqlen_k)};
+  const Range rows = params.mask(work.sequence).rows_of_any(keys);
+  if (!rows.empty()) {
+    work.first_m = static_cast<unsigned>(rows.begin) / C.block_m;
+    work.past_m = (static_cast<unsigned>(rows.end) + C.block_m - 1) / C.block_m;
+  }
+  return work;
+}
+
+// The steps of a block of threads: blocks of queries of one head, then of the group's next one.
+struct Steps {
+  int h, past_h, m_block;
+  int first_m, past_m;
+
+  __device__ Steps(const AttentionParams& params, const BackwardWork& work)
+      : h(work.kv_head * params.group_size),
+        past_h(work.first_m < work.past_m ? h + params.group_size : h),
+        m_block(work.first_m),
+        first_m(work.first_m),
+        past_m(work.past_m) {}
+  [[nodiscard]] __device__ __forceinline__ unsigned count() const {
+    return (past_h - h) * (past_m - first_m);
+  }
+  [[nodiscard]] __device__ __forceinline__ bool more() const { return h < past_h; }
+  __device__ __forceinline__ void next() {
+    if (++m_block == past_m) {
+      m_block = first_m;
+      ++h;
+    }
+  }
+};
+
+// ---- Beside the consumers.
+
+// One thread: asks TMA for the tiles.
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void load_tiles(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+                                           const BackwardWork& work) {
+  const AttentionParams& params = all.attention;
+  const SequenceArg& sequence = work.sequence;
+  const int b = params.packed() ? 0 : work.b, row_k = sequence.k_begin + work.first_key;
+  Cursor<C.q_stages> q;
+  Cursor<C.dout_stages> dout;
+  Steps at(params, work);
+  if (!at.more()) return;
+  const auto load_q = [&] {
+    begin_load(shared.q_there[q.stage], q.parity, C.block_m * C.head_dim * 2);
+    load_tile<Reuse::soon>(shared.q[q.stage], all.q, shared.q_there[q.stage].full,
+                           sequence.q_begin + at.m_block * C.block_m, at.h, b);
+    q.next();
+  };
+  shared.k_full.arrive_and_expect_tx(C.block_n * C.head_dim * 2);
+  load_tile<Reuse::once>(shared.k, all.k, shared.k_full, row_k, work.kv_head, b);
+  load_q();
+  shared.v_full.arrive_and_expect_tx(C.block_n * C.head_dim_v * 2);
+  load_tile<Reuse::once>(shared.v, all.v, shared.v_full, row_k, work.kv_head, b);
+  while (true) {
+    begin_load(shared.dout_there[dout.stage], dout.parity, C.block_m * C.head_dim_v * 2);
+    load_tile<Reuse::soon>(shared.dout[dout.stage], all.dout, shared.dout_there[dout.stage].full,
+                           sequence.q_begin + at.m_block * C.block_m, at.h, b);
+    dout.next();
+    at.next();
+    if (!at.more()) break;
+    load_q();
+  }
+}
+
+// One warp: brings lse, delta and the facts of a step. It also clears what TMA read behind a sequence's end;
+// consumers wait for it before they touch a step's tiles.
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+                                          const BackwardWork& work) {
+  const AttentionParams& params = all.attention;
+  const SequenceArg& sequence = work.sequence;
+  Cursor<C.q_stages> q;
+  Cursor<C.dout_stages> dout;
+  Cursor<row_stages> row;
+  Steps at(params, work);
+  // p and ds of a key that is not there are 0: what they are multiplied by has to be a number.
+  if (at.more() && (params.packed() || params.seqused_k != nullptr) && work.keys() < C.block_n) {
+    ptx::wait(shared.k_full, 0);
+    clear_rows<32>(shared.k, work.keys());
+    ptx::wait(shared.v_full, 0);
+    clear_rows<32>(shared.v, work.keys());
+  }
+  for (; at.more(); at.next()) {
+    const int first_query = at.m_block * C.block_m, queries = sequence.seqlen_q - first_query;
+    ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < C.block_m; i += 32) {
+      const int from = sequence.q_begin + first_query + i;
+      const bool there = i < queries;
+      const float lse = there ? tile::lse_of_row(params, work.b, at.h, from) : ptx::infinity;
+      shared.lse[row.stage][i] = tile::lse_for_p<C.terms>(lse);
+      shared.delta[row.stage][i] = there ? params.delta[tile::delta_index(params, work.b, at.h, from)] : 0.0f;
+    }
+    if (threadIdx.x % 32 == 0) {
+      shared.facts[row.stage] = {params.mask(sequence).tile(first_query, work.first_key), first_query, at.h};
+    }
+    if ((params.packed() || params.seqused_q != nullptr) && queries < C.block_m) {
+      ptx::wait(shared.q_there[q.stage].full, q.parity);
+      clear_rows<32>(shared.q[q.stage], queries);
+      ptx::wait(shared.dout_there[dout.stage].full, dout.parity);
+      clear_rows<32>(shared.dout[dout.stage], queries);
+    }
+    ptx::arrive(shared.rows_there[row.stage].full);
+    q.next();
+    dout.next();
+    row.next();
+  }
+}
+
+// One warp: a lane has the dq of one warp of the consumers added, 16 rows.
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+                                       const BackwardWork& work) {
+  using Tiles = tile::DqTiles;
+  constexpr int part_tiles = C.dq_cols() / Tiles::cols;
+  const AttentionParams& params = all.attention;
+  const int lane = threadIdx.x % 32, warp = lane % 4, group = lane / 4;
+  const int row = group / C.dq_parts() * group_rows + warp * warp_rows;
+  const int first_tile = group % C.dq_parts() * part_tiles;
+  // What the last part overlaps with is another's.
+  const int overlap = max(0, first_tile + part_tiles - C.head_dim / Tiles::cols);
+  const int tiles = min(part_tiles - overlap, tiles_of(params.head_dim, Tiles::cols) - first_tile);
+  unsigned parity = 0;
+  for (Steps at(params, work); at.more(); at.next()) {
+    ptx::wait(shared.dq_there.full, parity);
+    const int query = at.m_block * C.block_m + row;
+    if (group < C.consumers() && tiles > 0 && query < work.sequence.seqlen_q) {
+      ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, query / Tiles::rows) + first_tile * Tiles::size,
+                    ptx::shared_address(shared.dq[group][warp][overlap]), tiles * Tiles::size * 4);
+    }
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();  // until it has been read
+    __syncwarp();
+    if (lane == 0) ptx::arrive(shared.dq_there.empty);
+    parity ^= 1;
+  }
+}
+
+// ---- The consumers: a warpgroup has 64 of the keys.
+
+inline constexpr int consumers_meet = 1;  // the number of a barrier
+
+// dk and dv leave through the memory of k and v.
+template <Sm90BackwardConfig C, int nk, int nv>
+__device__ __forceinline__ void finish(const AttentionParams& params, BackwardShared<C>& shared,
+                                       tile::FragmentC (&dk)[1][nk], const tile::FragmentC (&dv)[1][nv]) {
+  ptx::meet(consumers_meet, C.consumers() * group_threads);  // nobody reads k and v any more
+  // Found again: what only the end needs would take the loop's registers.
+  const BackwardWork work = find_work<C>(params);
+  const int first_row = work.sequence.k_begin + work.first_key,
+            rows_there = work.sequence.allocated_k - work.first_key;
+#pragma unroll
+  for (int j = 0; j < nk; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dk[0][j][e] *= params.scale;
+  }
+  const int warp_row = ptx::warp_index() * warp_rows;
+  tile::store_tile<C.type>(dk, shared.k, warp_row, params.dk, work.b, first_row, work.kv_head, rows_there, 0,
+                           params.head_dim);
+  tile::store_tile<C.type>(dv, shared.v, warp_row, params.dv, work.b, first_row, work.kv_head, rows_there, 0,
+                           params.head_dim_v);
+}
+
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+                                        const BackwardWork& work) {
+  constexpr int n = C.block_m / 8;
+  constexpr bool plain = tile::units_of(C.terms) == tile::Units::raw && !has(C.terms, Terms::dropout);
+  constexpr bool begun = has(C.terms, Terms::alibi) && tile::units_of(C.terms) == tile::Units::raw;
+  constexpr auto across = ptx::Depth::across_rows;
+  const AttentionParams& params = all.attention;
+  const int group = ptx::warp_index() / 4, warp = ptx::warp_index() % 4, lane = threadIdx.x % 32;
+  const int group_row = group * group_rows, warp_row = ptx::warp_index() * warp_rows;
+
+  // Operands. Of dq the warpgroup has 64 rows and a part of the columns.
+  const tile::PanelOperand k_whole(shared.k);
+  const tile::PanelOperand ds_whole(shared.ds[0]);
+  const auto k_rows = k_whole.part(group_row, 0);
+  const auto v_rows = tile::PanelOperand(shared.v).part(group_row, 0);
+  const tile::PanelOperand q_operand(shared.q[0]);
+  const tile::PanelOperand dout_operand(shared.dout[0]);
+  const auto ds_rows = ds_whole.part(group / C.dq_parts() * group_rows, 0);
+  const auto ds_cols = ds_whole.part(0, group_row);
+  const auto k_cols = k_whole.part(0, min(group % C.dq_parts() * C.dq_cols(), C.head_dim - C.dq_cols()));
+
+  tile::FragmentC s[1][n], dp[1][n], dq[1][C.dq_cols() / 8];
+  tile::FragmentC dk[1][C.head_dim / 8], dv[1][C.head_dim_v / 8];
+  constexpr int parts = C.dv_parts > 0 ? C.dv_parts : 1, part_depth = n / 2 / parts;
+  tile::FragmentA ds[n / 2];  // if it is kept
+  tile::clear(dk);
+  tile::clear(dv);
+
+  // Where all rings stand follows from the step.
+  const unsigned steps = Steps(params, work).count();
+  unsigned step = 0;
+  const auto q_now = [&] { return ring_at<C.q_stages>(step); };
+  const auto q_before = [&] { return ring_at<C.q_stages>(step - 1); };
+  const auto dout_now = [&] { return ring_at<C.dout_stages>(step); };
+  const auto row_now = [&] { return ring_at<row_stages>(step); };
+  const auto facts = [&]() -> const StepFacts& { return shared.facts[row_now().stage]; };
+  const auto mask_of_warp = [&] {
+    const TileMask mask = facts().mask;
+    return TileMask{mask.left - warp_row, mask.right - warp_row, mask.end - warp_row};
+  };
+
+  // The warp is done with a buffer.
+  const auto release = [](ptx::Barrier& empty) {
+    if (threadIdx.x % 32 == 0) ptx::arrive(empty);
+  };
+  const auto terms_of = [&] {
+    return tile::ScoreTerms<C.type, C.terms>(params, work.sequence, work.b, facts().h);
+  };
+  const auto wait_queries = [&] {
+    ptx::wait(shared.rows_there[row_now().stage].full, row_now().parity);
+    ptx::wait(shared.q_there[q_now().stage].full, q_now().parity);
+  };
+  // s = k q^T, in flight.
+  const auto issue_scores = [&] {
+    if constexpr (begun) {
+      terms_of().template start<tile::Orientation::keys_by_queries>(s, facts().first_query,
+                                                                    work.first_key + warp_row);
+    }
+    ptx::settle(s[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < C.head_dim; d += 16)
+      ptx::wgmma<C.type>(s[0], k_rows.cols_from(d), q_operand.cols_from(d, q_now().stage), begun || d > 0);
+    ptx::wgmma_commit();
+  };
+  // dp = v dout^T, in flight.
+  const auto issue_dp = [&] {
+    ptx::wait(shared.dout_there[dout_now().stage].full, dout_now().parity);
+    ptx::settle(dp[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < C.head_dim_v; d += 16)
+      ptx::wgmma<C.type>(dp[0], v_rows.cols_from(d), dout_operand.cols_from(d, dout_now().stage), d > 0);
+    ptx::wgmma_commit();
+  };
+  // dv += p^T dout for a part of the queries, in flight.
+  const auto issue_dv = [&](int part) {
+    tile::FragmentA p[part_depth];
+#pragma unroll
+    for (int j = 0; j < part_depth; ++j) tile::as_operand<C.type>(p[j], s[0], part * part_depth + j);
+    ptx::settle(dv[0]);
+    ptx::settle(p);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < part_depth; ++j) {
+      ptx::wgmma<C.type>(dv[0], p[j], dout_operand.rows_from((part * part_depth + j) * 16, dout_now().stage),
+                         true);
+    }
+    ptx::wgmma_commit();
+  };
+  // Of the step before this one: dk += ds^T q, in flight.
+  const auto issue_dk = [&] {
+    ptx::settle(dk[0]);
+    if constexpr (C.ds_in_registers) ptx::settle(ds);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) {
+      const auto q_rows = q_operand.rows_from(j * 16, q_before().stage);
+      if constexpr (C.ds_in_registers) {
+        ptx::wgmma<C.type>(dk[0], ds[j], q_rows, true);
+      } else {
+        ptx::wgmma<C.type, across, across>(dk[0], ds_cols.rows_from(j * 16, (step - 1) % ds_stages), q_rows,
+                                           true);
+      }
+    }
+    ptx::wgmma_commit();
+  };
+  // Of the step before this one: dq = ds k, in flight.
+  const auto issue_dq = [&] {
+    ptx::settle(dq[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < C.block_n; key += 16)
+      ptx::wgmma<C.type, ptx::Depth::along_rows, across>(
+          dq[0], ds_rows.cols_from(key, (step - 1) % ds_stages), k_cols.rows_from(key), key > 0);
+    ptx::wgmma_commit();
+  };
+  const auto hide = [&] {
+    const TileMask mask = mask_of_warp();
+    if (!mask.sees_all(C.block_m, warp_rows)) tile::hide_transposed(s[0], mask);
+  };
+  // A part of dp becomes ds: transposed in shared memory, and in registers if they are to keep it.
+  const unsigned ds_place = ptx::opaque(
+      ptx::shared_address(shared.ds[0].at(lane / 16 * 8 + lane % 8, warp_row / 8 + lane / 8 % 2)));
+  const auto pass_ds = [&](int part) {
+#pragma unroll
+    for (int j = part * part_depth; j < (part + 1) * part_depth; ++j) {
+      tile::FragmentA now;
+      tile::FragmentA& operand = C.ds_in_registers ? ds[j] : now;
+      if constexpr (plain) {
+        tile::plain_ds(dp[0][2 * j], s[0][2 * j], shared.delta[row_now().stage], 2 * j);
+        tile::plain_ds(dp[0][2 * j + 1], s[0][2 * j + 1], shared.delta[row_now().stage], 2 * j + 1);
+      }
+      tile::as_operand<C.type>(operand, dp[0], j);
+      ptx::store_matrices_transposed(
+          ds_place + step % ds_stages * sizeof(shared.ds[0]) + j * 16 * shared.ds[0].row_bytes, operand);
+    }
+  };
+  // From s, complete, to p, ds and dv; dp and dv are issued on the way. behind: what to do once all that was
+  // issued before is complete. The registers of the last ds are free then, and p needs them.
+  const auto weigh = [&](const auto& behind) {
+    issue_dp();
+    if constexpr (plain) {
+      hide();
+#pragma unroll
+      for (int j = 0; j < n; ++j) tile::plain_p(s[0][j], shared.lse[row_now().stage], j, params.scale_log2);
+      ptx::wgmma_wait<1>();
+      behind();
+    } else {
+      ptx::wgmma_wait<0>();
+      ptx::settle(dp[0]);
+      behind();
+      tile::gradients<C.type, C.terms>(s[0], dp[0], shared.lse[row_now().stage],
+                                       shared.delta[row_now().stage], terms_of(), mask_of_warp(),
+                                       facts().first_query, work.first_key + warp_row);
+    }
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      issue_dv(part);
+      if constexpr (C.dv_parts > 0) {
+        if (part == 0) ptx::wgmma_wait<1>();
+      } else {
+        ptx::wgmma_wait<0>();
+        ptx::settle(dv[0]);
+      }
+      if (part == 0) ptx::settle(dp[0]);
+      pass_ds(part);
+      if constexpr (C.dv_parts > 0) {
+        ptx::wgmma_wait<0>();
+        ptx::settle(dv[0]);
+      }
+    }
+    ptx::publish_shared();
+    release(shared.dout_there[dout_now().stage].empty);
+    release(shared.rows_there[row_now().stage].empty);
+  };
+  // dq, of the step before this one, leaves through shared memory.
+  const unsigned dq_place = ptx::shared_address(shared.dq[group][warp]) + lane * 16;
+  const auto pass_dq = [&] {
+    ptx::wait(shared.dq_there.empty, step % 2);  // the first time at once
+#pragma unroll
+    for (int j = 0; j < C.dq_cols() / 8; ++j) ptx::store(dq_place + j * tile::DqTiles::size * 4, dq[0][j]);
+    ptx::publish_shared();
+    __syncwarp();
+    release(shared.dq_there.full);
+  };
+  const auto meet = [] { ptx::meet(consumers_meet, C.consumers() * group_threads); };
+
+  if (steps > 0) {
+    ptx::wait(shared.k_full, 0);
+    wait_queries();
+    issue_scores();
+    ptx::wait(shared.v_full, 0);
+    ptx::wgmma_wait<0>();
+    ptx::settle(s[0]);
+    weigh([] {});
+#pragma unroll 1
+    for (step = 1; step < steps; ++step) {
+      // Of this step s, dp and dv; of the one before it dq and dk.
+      wait_queries();
+      issue_scores();
+      meet();  // ds is complete
+      issue_dq();
+      issue_dk();
+      ptx::wgmma_wait<1>();
+      ptx::settle(s[0]);
+      ptx::settle(dq[0]);
+      pass_dq();
+      weigh([&] {
+        ptx::settle(dk[0]);
+        release(shared.q_there[q_before().stage].empty);
+      });
+    }
+    meet();
+    issue_dq();
+    issue_dk();
+    ptx::wgmma_wait<1>();
+    ptx::settle(dq[0]);
+    pass_dq();
+    ptx::wgmma_wait<0>();
+    ptx::settle(dk[0]);
+  }
+  finish<C>(params, shared, dk, dv);
+}
+
+template <Sm90BackwardConfig C>
+__device__ void backward(const Sm90BackwardParams& params) {
+  static_assert(C.block_m % group_rows == 0 && C.block_n % group_rows == 0);
+  static_assert(C.dq_parts() >= 1 && C.dq_parts() * C.block_m == C.block_n);
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<BackwardShared<C>*>(shared_bytes);
+  const BackwardWork work = find_work<C>(params.attention);
+  if (!work.there()) return;
+  if (threadIdx.x == 0) {
+    const auto init = [](auto& all, int arrivals) {
+      for (Barriers& barriers : all) {
+        barriers.full.init(arrivals);
+        barriers.empty.init(C.consumers() * 4);  // every warp
+      }
+    };
+    shared.k_full.init(1);
+    shared.v_full.init(1);
+    init(shared.q_there, 1);
+    init(shared.dout_there, 1);
+    init(shared.rows_there, 32);
+    shared.dq_there.full.init(C.consumers() * 4);
+    shared.dq_there.empty.init(1);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  const int helper = ptx::warp_index() - C.consumers() * 4;
+  if (helper >= 0) {
+    cutlass::arch::warpgroup_reg_dealloc<C.producer_registers()>();
+    if (helper == 0 && threadIdx.x % 32 == 0) load_tiles<C>(params, shared, work);
+    if (helper == 1) load_rows<C>(params, shared, work);
+    if (helper == 2) add_dq<C>(params, shared, work);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<C.consumer_registers()>();
+    consume<C>(params, shared, work);
+  }
+}
+
+}  // namespace tessera::sm90
