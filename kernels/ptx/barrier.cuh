@@ -31,4 +31,8 @@ __device__ __forceinline__ void publish_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// What other blocks of threads have written, and this thread has seen, is before what TMA does to memory from
+// here on.
+__device__ __forceinline__ void admit_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 }  // namespace tessera::ptx

@@ -72,6 +72,10 @@ __device__ __forceinline__ unsigned block_index() {
 }
 // threadIdx.x / 32, so that the compiler knows that a warp's lanes agree on it.
 [[nodiscard]] __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+// The same, worked out anew at every call.
+[[nodiscard]] __device__ __forceinline__ int warp_index_again() {
+  return __shfl_sync(~0u, thread_index() / 32, 0);
+}
 
 #if __CUDA_ARCH__ >= 900
 // Adds four neighbouring floats in memory.

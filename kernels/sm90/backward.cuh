@@ -31,7 +31,8 @@ inline constexpr int row_stages = 2, ds_stages = 2;
 // What consumers have to know of a step. They have no registers for it.
 struct alignas(16) StepFacts {
   TileMask mask;  // of the tile that begins with the step's first query and the block's first key
-  int first_query, h;
+  int first_query, first_key;
+  int b, h, seqlen_q, seqlen_k;
 };
 
 template <Sm90BackwardConfig C>
@@ -46,6 +47,7 @@ struct BackwardShared {
   float dq[C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
   float lse[row_stages][C.block_m], delta[row_stages][C.block_m];
   StepFacts facts[row_stages];
+  unsigned ticket;  // where sums have an order, so have the blocks of threads
   ptx::Barrier k_full, v_full;
   Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[row_stages], dq_there;
 };
@@ -54,21 +56,32 @@ struct BackwardShared {
 struct BackwardWork {
   int b, kv_head;
   SequenceArg sequence;
-  int first_key;
+  int n_block, first_key;
   int first_m, past_m;
 
-  [[nodiscard]] __device__ bool there() const { return first_key >= 0 && first_key < sequence.allocated_k; }
+  [[nodiscard]] __device__ bool there() const { return n_block >= 0; }
   [[nodiscard]] __device__ int keys() const { return sequence.seqlen_k - first_key; }
 };
-// The first blocks of keys, which under a causal mask most queries see, come first.
+
+// The first blocks of keys, which under a causal mask most queries see, come first. Where sums of dq have an
+// order it is the other way round: under that mask the last blocks are the first to reach a block of queries,
+// and each waits only for blocks of threads that began before it.
 template <Sm90BackwardConfig C>
-[[nodiscard]] __device__ __forceinline__ BackwardWork find_work(const AttentionParams& params) {
-  const unsigned index = ptx::block_index();
+[[nodiscard]] __device__ __forceinline__ BackwardWork find_work(const AttentionParams& params,
+                                                                const BackwardShared<C>& shared) {
+  const bool ordered = params.turn != nullptr;
+  const unsigned index = ordered ? __shfl_sync(~0u, shared.ticket, 0) : ptx::block_index();
   const auto tiles =
       static_cast<unsigned>(count_tiles(params.batch, params.rows_k, params.packed(), C.block_n));
-  const auto [b, n_block] =
+  const auto [b, tile] =
       find_tile(params.cu_seqlens_k, params.batch, params.rows_k, C.block_n, index % tiles);
-  BackwardWork work{b, static_cast<int>(index / tiles), params.sequence(b), n_block * C.block_n, 0, 0};
+  BackwardWork work{};
+  work.b = b;
+  work.kv_head = static_cast<int>(index / tiles);
+  work.sequence = params.sequence(b);
+  const int n_blocks = tiles_of(work.sequence.allocated_k, C.block_n);
+  work.n_block = tile < 0 || tile >= n_blocks ? -1 : ordered ? n_blocks - 1 - tile : tile;
+  work.first_key = work.n_block * C.block_n;
   const Range keys{work.first_key, min(work.first_key + C.block_n, work.sequence.seqlen_k)};
   const Range rows = params.mask(work.sequence).rows_of_any(keys);
   if (!rows.empty()) {
@@ -166,7 +179,13 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
       shared.delta[row.stage][i] = there ? params.delta[tile::delta_index(params, work.b, at.h, from)] : 0.0f;
     }
     if (threadIdx.x % 32 == 0) {
-      shared.facts[row.stage] = {params.mask(sequence).tile(first_query, work.first_key), first_query, at.h};
+      shared.facts[row.stage] = {params.mask(sequence).tile(first_query, work.first_key),
+                                 first_query,
+                                 work.first_key,
+                                 work.b,
+                                 at.h,
+                                 sequence.seqlen_q,
+                                 sequence.seqlen_k};
     }
     if ((params.packed() || params.seqused_q != nullptr) && queries < C.block_m) {
       ptx::wait(shared.q_there[q.stage].full, q.parity);
@@ -181,6 +200,16 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
   }
 }
 
+// The number of blocks of keys that add to a block of queries before this one.
+template <Sm90BackwardConfig C>
+[[nodiscard]] __device__ __forceinline__ int turn_of(const AttentionParams& params, const BackwardWork& work,
+                                                     int m_block) {
+  const int first_query = m_block * C.block_m;
+  const Range seen = params.mask(work.sequence)
+                         .keys_of_any({first_query, min(first_query + C.block_m, work.sequence.seqlen_q)});
+  return (static_cast<int>(seen.end) - 1) / C.block_n - work.n_block;
+}
+
 // One warp: a lane has the dq of one warp of the consumers added, 16 rows.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared,
@@ -190,22 +219,41 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
   const AttentionParams& params = all.attention;
   const int lane = threadIdx.x % 32, warp = lane % 4, group = lane / 4;
   const int row = group / C.dq_parts() * group_rows + warp * warp_rows;
-  const int first_tile = group % C.dq_parts() * part_tiles;
+  const int first_col = group % C.dq_parts() * part_tiles;  // in tiles
   // What the last part overlaps with is another's.
-  const int overlap = max(0, first_tile + part_tiles - C.head_dim / Tiles::cols);
-  const int tiles = min(part_tiles - overlap, tiles_of(params.head_dim, Tiles::cols) - first_tile);
+  const int overlap = max(0, first_col + part_tiles - C.head_dim / Tiles::cols);
+  const int tiles = min(part_tiles - overlap, tiles_of(params.head_dim, Tiles::cols) - first_col);
   unsigned parity = 0;
   for (Steps at(params, work); at.more(); at.next()) {
+    int* turn = nullptr;
+    int mine = 0;
+    if (params.turn != nullptr) {
+      const long long all_tiles = count_tiles(params.batch, params.rows_q, params.packed(), C.block_m);
+      turn = params.turn + at.h * all_tiles +
+             first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) + at.m_block;
+      mine = turn_of<C>(params, work, at.m_block);
+    }
     ptx::wait(shared.dq_there.full, parity);
+    if (turn != nullptr) {
+      while (ptx::load_acquire(turn) != mine) {
+      }
+      ptx::admit_global();
+    }
     const int query = at.m_block * C.block_m + row;
     if (group < C.consumers() && tiles > 0 && query < work.sequence.seqlen_q) {
-      ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, query / Tiles::rows) + first_tile * Tiles::size,
+      ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, query / Tiles::rows) + first_col * Tiles::size,
                     ptx::shared_address(shared.dq[group][warp][overlap]), tiles * Tiles::size * 4);
     }
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();  // until it has been read
     __syncwarp();
     if (lane == 0) ptx::arrive(shared.dq_there.empty);
+    if (turn != nullptr) {
+      ptx::wait_bulk();
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) ptx::store_release(turn, mine + 1);
+    }
     parity ^= 1;
   }
 }
@@ -220,7 +268,7 @@ __device__ __forceinline__ void finish(const AttentionParams& params, BackwardSh
                                        tile::FragmentC (&dk)[1][nk], const tile::FragmentC (&dv)[1][nv]) {
   ptx::meet(consumers_meet, C.consumers() * group_threads);  // nobody reads k and v any more
   // Found again: what only the end needs would take the loop's registers.
-  const BackwardWork work = find_work<C>(params);
+  const BackwardWork work = find_work(params, shared);
   const int first_row = work.sequence.k_begin + work.first_key,
             rows_there = work.sequence.allocated_k - work.first_key;
 #pragma unroll
@@ -244,18 +292,22 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   constexpr auto across = ptx::Depth::across_rows;
   const AttentionParams& params = all.attention;
   const int group = ptx::warp_index() / 4, warp = ptx::warp_index() % 4, lane = threadIdx.x % 32;
-  const int group_row = group * group_rows, warp_row = ptx::warp_index() * warp_rows;
+  const int warp_row = ptx::warp_index() * warp_rows;
 
-  // Operands. Of dq the warpgroup has 64 rows and a part of the columns.
+  // Operands. Of dq the warpgroup has 64 rows and a part of the columns. What depends on the warpgroup is
+  // worked out for every product: kept, it would take registers that are not there.
   const tile::PanelOperand k_whole(shared.k);
   const tile::PanelOperand ds_whole(shared.ds[0]);
-  const auto k_rows = k_whole.part(group_row, 0);
-  const auto v_rows = tile::PanelOperand(shared.v).part(group_row, 0);
+  const auto group_again = [] { return ptx::warp_index_again() / 4; };
+  const auto k_rows = [&] { return k_whole.part(group_again() * group_rows, 0); };
+  const auto v_rows = [&] { return tile::PanelOperand(shared.v).part(group_again() * group_rows, 0); };
   const tile::PanelOperand q_operand(shared.q[0]);
   const tile::PanelOperand dout_operand(shared.dout[0]);
-  const auto ds_rows = ds_whole.part(group / C.dq_parts() * group_rows, 0);
-  const auto ds_cols = ds_whole.part(0, group_row);
-  const auto k_cols = k_whole.part(0, min(group % C.dq_parts() * C.dq_cols(), C.head_dim - C.dq_cols()));
+  const auto ds_rows = [&] { return ds_whole.part(group_again() / C.dq_parts() * group_rows, 0); };
+  const auto ds_cols = [&] { return ds_whole.part(0, group_again() * group_rows); };
+  const auto k_cols = [&] {
+    return k_whole.part(0, min(group_again() % C.dq_parts() * C.dq_cols(), C.head_dim - C.dq_cols()));
+  };
 
   tile::FragmentC s[1][n], dp[1][n], dq[1][C.dq_cols() / 8];
   tile::FragmentC dk[1][C.head_dim / 8], dv[1][C.head_dim_v / 8];
@@ -282,7 +334,10 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
     if (threadIdx.x % 32 == 0) ptx::arrive(empty);
   };
   const auto terms_of = [&] {
-    return tile::ScoreTerms<C.type, C.terms>(params, work.sequence, work.b, facts().h);
+    SequenceArg sequence{};
+    sequence.seqlen_q = facts().seqlen_q;
+    sequence.seqlen_k = facts().seqlen_k;
+    return tile::ScoreTerms<C.type, C.terms>(params, sequence, facts().b, facts().h);
   };
   const auto wait_queries = [&] {
     ptx::wait(shared.rows_there[row_now().stage].full, row_now().parity);
@@ -292,23 +347,25 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   const auto issue_scores = [&] {
     if constexpr (begun) {
       terms_of().template start<tile::Orientation::keys_by_queries>(s, facts().first_query,
-                                                                    work.first_key + warp_row);
+                                                                    facts().first_key + warp_row);
     }
+    const auto k = k_rows();
     ptx::settle(s[0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int d = 0; d < C.head_dim; d += 16)
-      ptx::wgmma<C.type>(s[0], k_rows.cols_from(d), q_operand.cols_from(d, q_now().stage), begun || d > 0);
+      ptx::wgmma<C.type>(s[0], k.cols_from(d), q_operand.cols_from(d, q_now().stage), begun || d > 0);
     ptx::wgmma_commit();
   };
   // dp = v dout^T, in flight.
   const auto issue_dp = [&] {
     ptx::wait(shared.dout_there[dout_now().stage].full, dout_now().parity);
+    const auto v = v_rows();
     ptx::settle(dp[0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int d = 0; d < C.head_dim_v; d += 16)
-      ptx::wgmma<C.type>(dp[0], v_rows.cols_from(d), dout_operand.cols_from(d, dout_now().stage), d > 0);
+      ptx::wgmma<C.type>(dp[0], v.cols_from(d), dout_operand.cols_from(d, dout_now().stage), d > 0);
     ptx::wgmma_commit();
   };
   // dv += p^T dout for a part of the queries, in flight.
@@ -328,6 +385,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   };
   // Of the step before this one: dk += ds^T q, in flight.
   const auto issue_dk = [&] {
+    const auto ds_shared = ds_cols();
     ptx::settle(dk[0]);
     if constexpr (C.ds_in_registers) ptx::settle(ds);
     ptx::wgmma_fence();
@@ -337,7 +395,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
       if constexpr (C.ds_in_registers) {
         ptx::wgmma<C.type>(dk[0], ds[j], q_rows, true);
       } else {
-        ptx::wgmma<C.type, across, across>(dk[0], ds_cols.rows_from(j * 16, (step - 1) % ds_stages), q_rows,
+        ptx::wgmma<C.type, across, across>(dk[0], ds_shared.rows_from(j * 16, (step - 1) % ds_stages), q_rows,
                                            true);
       }
     }
@@ -345,12 +403,14 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   };
   // Of the step before this one: dq = ds k, in flight.
   const auto issue_dq = [&] {
+    const auto ds_shared = ds_rows();
+    const auto k = k_cols();
     ptx::settle(dq[0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int key = 0; key < C.block_n; key += 16)
       ptx::wgmma<C.type, ptx::Depth::along_rows, across>(
-          dq[0], ds_rows.cols_from(key, (step - 1) % ds_stages), k_cols.rows_from(key), key > 0);
+          dq[0], ds_shared.cols_from(key, (step - 1) % ds_stages), k.rows_from(key), key > 0);
     ptx::wgmma_commit();
   };
   const auto hide = [&] {
@@ -390,7 +450,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
       behind();
       tile::gradients<C.type, C.terms>(s[0], dp[0], shared.lse[row_now().stage],
                                        shared.delta[row_now().stage], terms_of(), mask_of_warp(),
-                                       facts().first_query, work.first_key + warp_row);
+                                       facts().first_query, facts().first_key + warp_row);
     }
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
@@ -467,7 +527,16 @@ __device__ void backward(const Sm90BackwardParams& params) {
   static_assert(C.dq_parts() >= 1 && C.dq_parts() * C.block_m == C.block_n);
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<C>*>(shared_bytes);
-  const BackwardWork work = find_work<C>(params.attention);
+  const AttentionParams& attention = params.attention;
+  if (attention.turn != nullptr) {
+    if (threadIdx.x == 0) {
+      const long long turns = attention.num_heads_q *
+                              count_tiles(attention.batch, attention.rows_q, attention.packed(), C.block_m);
+      shared.ticket = atomicAdd(attention.turn + turns, 1);
+    }
+    __syncthreads();
+  }
+  const BackwardWork work = find_work(attention, shared);
   if (!work.there()) return;
   if (threadIdx.x == 0) {
     const auto init = [](auto& all, int arrivals) {

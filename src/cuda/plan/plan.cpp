@@ -242,11 +242,11 @@ int shared_of(const BackwardConfig& c) {
   return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
 }
 int shared_of(const Sm90BackwardConfig& c) {
-  constexpr int row_stages = 2, ds_stages = 2, facts = 32;
+  constexpr int row_stages = 2, ds_stages = 2, facts = 48;
   const int keys = c.block_n * (c.head_dim + c.head_dim_v);
   const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
   const int ds = ds_stages * c.block_m * c.block_n, dq = c.consumers() * 64 * c.dq_cols();
-  const int rows = row_stages * (2 * c.block_m * 4 + facts);
+  const int rows = row_stages * (2 * c.block_m * 4 + facts) + 8;
   const int barriers = (1 + c.q_stages + c.dout_stages + row_stages + 1) * 2 * 8;
   return ((keys + queries + ds) * 2 + dq * 4 + rows + barriers + 1023) / 1024 * 1024;
 }
@@ -324,7 +324,6 @@ std::optional<Sm90BackwardConfig> sm90_backward_config(Half type, int head_dim, 
   return terms == Terms::plain ? find(sm90_backward) : find(sm90_backward_terms);
 }
 std::optional<Sm90BackwardConfig> sm90_backward_config(const Problem& problem) {
-  if (problem.deterministic) return {};
   return sm90_backward_config(half_of(problem), static_cast<int>(problem.head_dim),
                               static_cast<int>(problem.head_dim_v),
                               without(terms_of(problem), Terms::wide_bias));

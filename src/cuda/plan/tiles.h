@@ -79,11 +79,12 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_wide_bias = {{
 inline constexpr std::array<Sm90BackwardTiles, 3> sm90_backward = {{
     { 64,        64,        128,     128,     3,        2,           2,        false},
     { 96,        96,         64,     128,     3,        2,           1,        true},
-    {128,       128,         64,     128,     3,        2,           1,        false}}};
+    {128,       128,         64,     128,     3,        2,           2,        true}}};
 // Softcap, ALiBi, bias and dropout want registers.
-inline constexpr std::array<Sm90BackwardTiles, 2> sm90_backward_terms = {{
+inline constexpr std::array<Sm90BackwardTiles, 3> sm90_backward_terms = {{
     { 64,        64,         64,     128,     3,        2,           0,        true},
-    { 96,        96,         64,     128,     3,        2,           0,        true}}};
+    { 96,        96,         64,     128,     3,        2,           0,        true},
+    {128,       128,         64,     128,     3,        2,           0,        true}}};
 
 // sm_90, and what came after with as much shared memory.
 inline constexpr TileTable sm90_tiles = {
