@@ -26,30 +26,37 @@
 
 namespace tessera::sm90 {
 
-inline constexpr int row_stages = 2, ds_stages = 2;
+inline constexpr int ds_stages = 2;
 
 // What consumers have to know of a step. They have no registers for it.
 struct alignas(16) StepFacts {
   TileMask mask;  // of the tile that begins with the step's first query and the block's first key
   int first_query, first_key;
   int b, h, seqlen_q, seqlen_k;
+  float* dq;  // of the first query, if it is added directly
 };
 
+// dq on its way: tiles of one warp after the other, as they are added (tile/dq_tiles.cuh).
+template <Sm90BackwardConfig C, bool there = !C.dq_direct>
+struct DqShared {
+  alignas(1024) float dq[C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
+};
 template <Sm90BackwardConfig C>
-struct BackwardShared {
+struct DqShared<C, false> {};
+
+template <Sm90BackwardConfig C>
+struct BackwardShared : DqShared<C> {
   tile::PanelTile<C.block_n, C.head_dim> k;
   tile::PanelTile<C.block_n, C.head_dim_v> v;
   tile::PanelTile<C.block_m, C.head_dim> q[C.q_stages];
   tile::PanelTile<C.block_m, C.head_dim_v> dout[C.dout_stages];
   // Of two steps: who writes one has met all others behind their last product with it.
   tile::PanelTile<C.block_m, C.block_n> ds[ds_stages];
-  // As it is added: tiles of one warp after the other (tile/dq_tiles.cuh).
-  float dq[C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
-  float lse[row_stages][C.block_m], delta[row_stages][C.block_m];
-  StepFacts facts[row_stages];
+  float lse[C.row_stages()][C.block_m], delta[C.row_stages()][C.block_m];
+  StepFacts facts[C.row_stages()];
   unsigned ticket;  // where sums have an order, so have the blocks of threads
   ptx::Barrier k_full, v_full;
-  Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[row_stages], dq_there;
+  Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()], dq_there;
 };
 
 // Which keys, of which head, and the blocks of queries that see some of them.
@@ -158,7 +165,7 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
   const SequenceArg& sequence = work.sequence;
   Cursor<C.q_stages> q;
   Cursor<C.dout_stages> dout;
-  Cursor<row_stages> row;
+  Cursor<C.row_stages()> row;
   Steps at(params, work);
   // p and ds of a key that is not there are 0: what they are multiplied by has to be a number.
   if (at.more() && (params.packed() || params.seqused_k != nullptr) && work.keys() < C.block_n) {
@@ -179,13 +186,16 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
       shared.delta[row.stage][i] = there ? params.delta[tile::delta_index(params, work.b, at.h, from)] : 0.0f;
     }
     if (threadIdx.x % 32 == 0) {
-      shared.facts[row.stage] = {params.mask(sequence).tile(first_query, work.first_key),
-                                 first_query,
-                                 work.first_key,
-                                 work.b,
-                                 at.h,
-                                 sequence.seqlen_q,
-                                 sequence.seqlen_k};
+      const int tile_row = first_query / tile::DqTiles::rows;
+      shared.facts[row.stage] = {
+          params.mask(sequence).tile(first_query, work.first_key),
+          first_query,
+          work.first_key,
+          work.b,
+          at.h,
+          sequence.seqlen_q,
+          sequence.seqlen_k,
+          C.dq_direct ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
     }
     if ((params.packed() || params.seqused_q != nullptr) && queries < C.block_m) {
       ptx::wait(shared.q_there[q.stage].full, q.parity);
@@ -210,19 +220,37 @@ template <Sm90BackwardConfig C>
   return (static_cast<int>(seen.end) - 1) / C.block_n - work.n_block;
 }
 
-// One warp: a lane has the dq of one warp of the consumers added, 16 rows.
+// The part of dq that a warp of the consumers has: 16 rows, and of the columns whole tiles.
+template <Sm90BackwardConfig C>
+struct DqPart {
+  using Tiles = tile::DqTiles;
+  int row, first_tile;
+  int overlap;  // tiles at its begin that are another's
+  int tiles;    // behind those
+
+  __device__ DqPart(const AttentionParams& params, int group, int warp) {
+    constexpr int part_tiles = C.dq_cols() / Tiles::cols;
+    row = group / C.dq_parts() * group_rows + warp * warp_rows;
+    first_tile = group % C.dq_parts() * part_tiles;
+    overlap = max(0, first_tile + part_tiles - C.head_dim / Tiles::cols);
+    tiles = min(part_tiles - overlap, tiles_of(params.head_dim, Tiles::cols) - first_tile);
+  }
+  // Behind the dq of a block of queries.
+  [[nodiscard]] __device__ long long offset(const AttentionParams& params) const {
+    return row / Tiles::rows * Tiles::row_size(params) + first_tile * Tiles::size;
+  }
+};
+
+// One warp: a lane has the dq of one warp of the consumers added. Or, where they do that themselves, it tells
+// them when it is their turn, if they have one.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared,
                                        const BackwardWork& work) {
   using Tiles = tile::DqTiles;
-  constexpr int part_tiles = C.dq_cols() / Tiles::cols;
   const AttentionParams& params = all.attention;
+  if (C.dq_direct && params.turn == nullptr) return;
   const int lane = threadIdx.x % 32, warp = lane % 4, group = lane / 4;
-  const int row = group / C.dq_parts() * group_rows + warp * warp_rows;
-  const int first_col = group % C.dq_parts() * part_tiles;  // in tiles
-  // What the last part overlaps with is another's.
-  const int overlap = max(0, first_col + part_tiles - C.head_dim / Tiles::cols);
-  const int tiles = min(part_tiles - overlap, tiles_of(params.head_dim, Tiles::cols) - first_col);
+  const DqPart<C> part(params, group, warp);
   unsigned parity = 0;
   for (Steps at(params, work); at.more(); at.next()) {
     int* turn = nullptr;
@@ -233,21 +261,28 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
              first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) + at.m_block;
       mine = turn_of<C>(params, work, at.m_block);
     }
-    ptx::wait(shared.dq_there.full, parity);
+    if constexpr (!C.dq_direct) ptx::wait(shared.dq_there.full, parity);
     if (turn != nullptr) {
       while (ptx::load_acquire(turn) != mine) {
       }
       ptx::admit_global();
     }
-    const int query = at.m_block * C.block_m + row;
-    if (group < C.consumers() && tiles > 0 && query < work.sequence.seqlen_q) {
-      ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, query / Tiles::rows) + first_col * Tiles::size,
-                    ptx::shared_address(shared.dq[group][warp][overlap]), tiles * Tiles::size * 4);
+    if constexpr (C.dq_direct) {
+      __syncwarp();
+      if (lane == 0) ptx::arrive(shared.dq_there.empty);
+      ptx::wait(shared.dq_there.full, parity);
+    } else {
+      const int first_query = at.m_block * C.block_m;
+      if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
+        ptx::add_bulk(
+            Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + part.offset(params),
+            ptx::shared_address(shared.dq[group][warp][part.overlap]), part.tiles * Tiles::size * 4);
+      }
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();  // until it has been read
+      __syncwarp();
+      if (lane == 0) ptx::arrive(shared.dq_there.empty);
     }
-    cute::tma_store_arrive();
-    cute::tma_store_wait<0>();  // until it has been read
-    __syncwarp();
-    if (lane == 0) ptx::arrive(shared.dq_there.empty);
     if (turn != nullptr) {
       ptx::wait_bulk();
       __threadfence();
@@ -291,7 +326,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   constexpr bool begun = has(C.terms, Terms::alibi) && tile::units_of(C.terms) == tile::Units::raw;
   constexpr auto across = ptx::Depth::across_rows;
   const AttentionParams& params = all.attention;
-  const int group = ptx::warp_index() / 4, warp = ptx::warp_index() % 4, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const int warp_row = ptx::warp_index() * warp_rows;
 
   // Operands. Of dq the warpgroup has 64 rows and a part of the columns. What depends on the warpgroup is
@@ -322,7 +357,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   const auto q_now = [&] { return ring_at<C.q_stages>(step); };
   const auto q_before = [&] { return ring_at<C.q_stages>(step - 1); };
   const auto dout_now = [&] { return ring_at<C.dout_stages>(step); };
-  const auto row_now = [&] { return ring_at<row_stages>(step); };
+  const auto row_now = [&] { return ring_at<C.row_stages()>(step); };
   const auto facts = [&]() -> const StepFacts& { return shared.facts[row_now().stage]; };
   const auto mask_of_warp = [&] {
     const TileMask mask = facts().mask;
@@ -470,17 +505,48 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
     }
     ptx::publish_shared();
     release(shared.dout_there[dout_now().stage].empty);
-    release(shared.rows_there[row_now().stage].empty);
+    if constexpr (!C.dq_direct) release(shared.rows_there[row_now().stage].empty);
   };
-  // dq, of the step before this one, leaves through shared memory.
-  const unsigned dq_place = ptx::shared_address(shared.dq[group][warp]) + lane * 16;
+  // dq, of the step before this one, leaves: through shared memory, or at once.
   const auto pass_dq = [&] {
-    ptx::wait(shared.dq_there.empty, step % 2);  // the first time at once
+    using Tiles = tile::DqTiles;
+    constexpr int part_tiles = C.dq_cols() / Tiles::cols;
+    const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
+    if constexpr (C.dq_direct) {
+      const bool ordered = params.turn != nullptr;
+      if (ordered) ptx::wait(shared.dq_there.empty, (step - 1) % 2);
+      const DqPart<C> part(params, group, warp);
+      const StepFacts& before = shared.facts[(step - 1) % C.row_stages()];
+      if (before.first_query + part.row < before.seqlen_q) {
+        float* to = before.dq + part.offset(params);
+        const auto add = [&](bool whole) {
 #pragma unroll
-    for (int j = 0; j < C.dq_cols() / 8; ++j) ptx::store(dq_place + j * tile::DqTiles::size * 4, dq[0][j]);
-    ptx::publish_shared();
-    __syncwarp();
-    release(shared.dq_there.full);
+          for (int j = 0; j < part_tiles; ++j) {
+            if (whole || (j >= part.overlap && j - part.overlap < part.tiles))
+              Tiles::add(to + (whole ? j : j - part.overlap) * Tiles::size, dq[0][j]);
+          }
+        };
+        if (part.tiles == part_tiles) {
+          add(true);
+        } else {
+          add(false);
+        }
+      }
+      if (ordered) {
+        __threadfence();
+        __syncwarp();
+        release(shared.dq_there.full);
+      }
+      release(shared.rows_there[(step - 1) % C.row_stages()].empty);
+    } else {
+      const unsigned place = ptx::shared_address(shared.dq[group][warp]) + lane * 16;
+      ptx::wait(shared.dq_there.empty, step % 2);  // the first time at once
+#pragma unroll
+      for (int j = 0; j < part_tiles; ++j) ptx::store(place + j * Tiles::size * 4, dq[0][j]);
+      ptx::publish_shared();
+      __syncwarp();
+      release(shared.dq_there.full);
+    }
   };
   const auto meet = [] { ptx::meet(consumers_meet, C.consumers() * group_threads); };
 

@@ -87,7 +87,11 @@ struct Sm90BackwardConfig {
   // is made behind all of dv), and whether ds, as an operand of dk, is kept or read from shared memory.
   int dv_parts;
   bool ds_in_registers;
+  bool dq_direct;  // dq is added from registers, not by way of shared memory
   Terms terms;
+
+  // Buffers of lse, delta and where dq lies, which is needed a step later.
+  [[nodiscard]] constexpr int row_stages() const { return dq_direct ? 3 : 2; }
 
   [[nodiscard]] constexpr int consumers() const { return block_n / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }

@@ -141,7 +141,7 @@ TEST(Plan, NamesTellConfigsApart) {
   EXPECT_EQ(names.size(), hoppers.size());
 
   const Sm90BackwardConfig r = *sm90_backward_config(Half::bfloat16, 128, 128, Terms::plain);
-  std::vector<Sm90BackwardConfig> rear(11, r);
+  std::vector<Sm90BackwardConfig> rear(12, r);
   rear[1].type = Half::float16;
   rear[2].head_dim = 64;
   rear[3].head_dim_v = 64;
@@ -152,6 +152,7 @@ TEST(Plan, NamesTellConfigsApart) {
   rear[8].dv_parts = 4;
   rear[9].ds_in_registers = !r.ds_in_registers;
   rear[10].terms = every_term;
+  rear[11].dq_direct = !r.dq_direct;
   names.clear();
   for (const Sm90BackwardConfig& config : rear) names.insert(kernel_name(config));
   EXPECT_EQ(names.size(), rear.size());

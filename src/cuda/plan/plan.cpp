@@ -62,9 +62,9 @@ std::string spelled(const BackwardConfig& c) {
                 spelled(c.kv_in_registers), spelled(c.aligned), spelled(c.terms).c_str());
 }
 std::string spelled(const Sm90BackwardConfig& c) {
-  return format("Sm90BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim,
+  return format("Sm90BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
-                spelled(c.ds_in_registers), spelled(c.terms).c_str());
+                spelled(c.ds_in_registers), spelled(c.dq_direct), spelled(c.terms).c_str());
 }
 std::string spelled(const DbiasConfig& c) {
   return format("DbiasConfig{%s, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim, c.head_dim_v, c.block,
@@ -177,9 +177,9 @@ std::string kernel_name(const BackwardConfig& c) {
                 c.kv_in_registers ? "kv" : "", terms_name(c.terms).c_str(), aligned_name(c.aligned));
 }
 std::string kernel_name(const Sm90BackwardConfig& c) {
-  return format("tessera_sm90_backward_%s_d%dx%d_m%dn%dq%do%dv%d%s_%s", type_name(c.type), c.head_dim,
+  return format("tessera_sm90_backward_%s_d%dx%d_m%dn%dq%do%dv%d%s%s_%s", type_name(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
-                c.ds_in_registers ? "r" : "", terms_name(c.terms).c_str());
+                c.ds_in_registers ? "r" : "", c.dq_direct ? "d" : "", terms_name(c.terms).c_str());
 }
 std::string kernel_name(const DbiasConfig& c) {
   return format("tessera_sm80_dbias_%s_d%dx%d_b%d_%s%s", type_name(c.type), c.head_dim, c.head_dim_v, c.block,
@@ -242,12 +242,12 @@ int shared_of(const BackwardConfig& c) {
   return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
 }
 int shared_of(const Sm90BackwardConfig& c) {
-  constexpr int row_stages = 2, ds_stages = 2, facts = 48;
+  constexpr int ds_stages = 2, facts = 48;
   const int keys = c.block_n * (c.head_dim + c.head_dim_v);
   const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
-  const int ds = ds_stages * c.block_m * c.block_n, dq = c.consumers() * 64 * c.dq_cols();
-  const int rows = row_stages * (2 * c.block_m * 4 + facts) + 8;
-  const int barriers = (1 + c.q_stages + c.dout_stages + row_stages + 1) * 2 * 8;
+  const int ds = ds_stages * c.block_m * c.block_n, dq = c.dq_direct ? 0 : c.consumers() * 64 * c.dq_cols();
+  const int rows = c.row_stages() * (2 * c.block_m * 4 + facts) + 8;
+  const int barriers = (1 + c.q_stages + c.dout_stages + c.row_stages() + 1) * 2 * 8;
   return ((keys + queries + ds) * 2 + dq * 4 + rows + barriers + 1023) / 1024 * 1024;
 }
 int shared_of(const DbiasConfig& c) {
@@ -315,9 +315,17 @@ std::optional<Sm90BackwardConfig> sm90_backward_config(Half type, int head_dim, 
   const auto find = [&](const auto& rows) -> std::optional<Sm90BackwardConfig> {
     for (const Sm90BackwardTiles& tiles : rows) {
       if (head_dim > tiles.head_dim || head_dim_v > tiles.head_dim_v) continue;
-      return Sm90BackwardConfig{
-          type,           tile_width(head_dim), tile_width(head_dim_v), tiles.block_m,         tiles.block_n,
-          tiles.q_stages, tiles.dout_stages,    tiles.dv_parts,         tiles.ds_in_registers, terms};
+      return Sm90BackwardConfig{type,
+                                tile_width(head_dim),
+                                tile_width(head_dim_v),
+                                tiles.block_m,
+                                tiles.block_n,
+                                tiles.q_stages,
+                                tiles.dout_stages,
+                                tiles.dv_parts,
+                                tiles.ds_in_registers,
+                                tiles.dq_direct,
+                                terms};
     }
     return {};
   };
