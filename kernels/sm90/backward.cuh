@@ -532,11 +532,9 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
           add(false);
         }
       }
-      if (ordered) {
-        __threadfence();
-        __syncwarp();
-        release(shared.dq_there.full);
-      }
+      if (ordered) __threadfence();
+      __syncwarp();
+      if (ordered) release(shared.dq_there.full);
       release(shared.rows_there[(step - 1) % C.row_stages()].empty);
     } else {
       const unsigned place = ptx::shared_address(shared.dq[group][warp]) + lane * 16;
