@@ -7,8 +7,9 @@
 // of the next is issued before dq and dk of this one, so that p is made while dk and dp run, and ds while dv
 // does. The heads of a group are one loop: dk and dv need no other sum.
 //
-// Beside the warpgroups that compute, one thread asks TMA for tiles, one warp brings lse and delta, and one
-// hands dq to the copy engine, which adds it in float32 in global memory.
+// Beside the warpgroups that compute, one thread asks TMA for tiles, one warp brings lse and delta, one
+// thread what else there is to know of a step, and one warp hands dq to the copy engine, which adds it in
+// float32 in global memory.
 //
 // NOTES.md beside this file has the roofline and what was tried.
 #pragma once
@@ -74,8 +75,9 @@ struct BackwardWork {
 // order it is the other way round: under that mask the last blocks are the first to reach a block of queries,
 // and each waits only for blocks of threads that began before it.
 template <Sm90BackwardConfig C>
-[[nodiscard]] __device__ __forceinline__ BackwardWork find_work(const AttentionParams& params,
+[[nodiscard]] __device__ __forceinline__ BackwardWork find_work(const Sm90BackwardParams& all,
                                                                 const BackwardShared<C>& shared) {
+  const AttentionParams& params = all.attention;
   const bool ordered = params.turn != nullptr;
   const unsigned index = ordered ? __shfl_sync(~0u, shared.ticket, 0) : ptx::block_index();
   const auto tiles =
@@ -89,8 +91,9 @@ template <Sm90BackwardConfig C>
   const int n_blocks = tiles_of(work.sequence.allocated_k, C.block_n);
   work.n_block = tile < 0 || tile >= n_blocks ? -1 : ordered ? n_blocks - 1 - tile : tile;
   work.first_key = work.n_block * C.block_n;
-  const Range keys{work.first_key, min(work.first_key + C.block_n, work.sequence.seqlen_k)};
-  const Range rows = params.mask(work.sequence).rows_of_any(keys);
+  const NarrowMask::Range rows =
+      all.mask(work.sequence)
+          .rows_of_any({work.first_key, min(work.first_key + C.block_n, work.sequence.seqlen_k)});
   if (!rows.empty()) {
     work.first_m = static_cast<unsigned>(rows.begin) / C.block_m;
     work.past_m = (static_cast<unsigned>(rows.end) + C.block_m - 1) / C.block_m;
@@ -156,16 +159,14 @@ __device__ __forceinline__ void load_tiles(const Sm90BackwardParams& all, Backwa
   }
 }
 
-// One warp: brings lse, delta and the facts of a step. It also clears what TMA read behind a sequence's end;
+// One warp: brings lse and delta of a step. It also clears what TMA read behind a sequence's end;
 // consumers wait for it before they touch a step's tiles.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, BackwardShared<C>& shared,
                                           const BackwardWork& work) {
   const AttentionParams& params = all.attention;
   const SequenceArg& sequence = work.sequence;
-  Cursor<C.q_stages> q;
-  Cursor<C.dout_stages> dout;
-  Cursor<C.row_stages()> row;
+  unsigned step = 0;
   Steps at(params, work);
   // p and ds of a key that is not there are 0: what they are multiplied by has to be a number.
   if (at.more() && (params.packed() || params.seqused_k != nullptr) && work.keys() < C.block_n) {
@@ -174,7 +175,8 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
     ptx::wait(shared.v_full, 0);
     clear_rows<32>(shared.v, work.keys());
   }
-  for (; at.more(); at.next()) {
+  for (; at.more(); at.next(), ++step) {
+    const RingPlace row = ring_at<C.row_stages()>(step);
     const int first_query = at.m_block * C.block_m, queries = sequence.seqlen_q - first_query;
     ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
 #pragma unroll
@@ -185,39 +187,50 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
       shared.lse[row.stage][i] = tile::lse_for_p<C.terms>(lse);
       shared.delta[row.stage][i] = there ? params.delta[tile::delta_index(params, work.b, at.h, from)] : 0.0f;
     }
-    if (threadIdx.x % 32 == 0) {
-      const int tile_row = first_query / tile::DqTiles::rows;
-      shared.facts[row.stage] = {
-          params.mask(sequence).tile(first_query, work.first_key),
-          first_query,
-          work.first_key,
-          work.b,
-          at.h,
-          sequence.seqlen_q,
-          sequence.seqlen_k,
-          C.dq_direct ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
-    }
     if ((params.packed() || params.seqused_q != nullptr) && queries < C.block_m) {
+      const RingPlace q = ring_at<C.q_stages>(step), dout = ring_at<C.dout_stages>(step);
       ptx::wait(shared.q_there[q.stage].full, q.parity);
       clear_rows<32>(shared.q[q.stage], queries);
       ptx::wait(shared.dout_there[dout.stage].full, dout.parity);
       clear_rows<32>(shared.dout[dout.stage], queries);
     }
     ptx::arrive(shared.rows_there[row.stage].full);
-    q.next();
-    dout.next();
-    row.next();
+  }
+}
+
+// One thread: the facts of a step.
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+                                           const BackwardWork& work) {
+  const AttentionParams& params = all.attention;
+  const SequenceArg& sequence = work.sequence;
+  unsigned step = 0;
+  for (Steps at(params, work); at.more(); at.next(), ++step) {
+    const RingPlace row = ring_at<C.row_stages()>(step);
+    const int first_query = at.m_block * C.block_m, tile_row = first_query / tile::DqTiles::rows;
+    ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
+    shared.facts[row.stage] = {
+        all.mask(sequence).tile(first_query, work.first_key),
+        first_query,
+        work.first_key,
+        work.b,
+        at.h,
+        sequence.seqlen_q,
+        sequence.seqlen_k,
+        C.dq_direct ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
+    ptx::arrive(shared.rows_there[row.stage].full);
   }
 }
 
 // The number of blocks of keys that add to a block of queries before this one.
 template <Sm90BackwardConfig C>
-[[nodiscard]] __device__ __forceinline__ int turn_of(const AttentionParams& params, const BackwardWork& work,
+[[nodiscard]] __device__ __forceinline__ int turn_of(const Sm90BackwardParams& all, const BackwardWork& work,
                                                      int m_block) {
   const int first_query = m_block * C.block_m;
-  const Range seen = params.mask(work.sequence)
-                         .keys_of_any({first_query, min(first_query + C.block_m, work.sequence.seqlen_q)});
-  return (static_cast<int>(seen.end) - 1) / C.block_n - work.n_block;
+  const NarrowMask::Range seen =
+      all.mask(work.sequence)
+          .keys_of_any({first_query, min(first_query + C.block_m, work.sequence.seqlen_q)});
+  return (seen.end - 1) / C.block_n - work.n_block;
 }
 
 // The part of dq that a warp of the consumers has: 16 rows, and of the columns whole tiles.
@@ -259,7 +272,7 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
       const long long all_tiles = count_tiles(params.batch, params.rows_q, params.packed(), C.block_m);
       turn = params.turn + at.h * all_tiles +
              first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) + at.m_block;
-      mine = turn_of<C>(params, work, at.m_block);
+      mine = turn_of<C>(all, work, at.m_block);
     }
     if constexpr (!C.dq_direct) ptx::wait(shared.dq_there.full, parity);
     if (turn != nullptr) {
@@ -299,11 +312,12 @@ inline constexpr int consumers_meet = 1;  // the number of a barrier
 
 // dk and dv leave through the memory of k and v.
 template <Sm90BackwardConfig C, int nk, int nv>
-__device__ __forceinline__ void finish(const AttentionParams& params, BackwardShared<C>& shared,
+__device__ __forceinline__ void finish(const Sm90BackwardParams& all, BackwardShared<C>& shared,
                                        tile::FragmentC (&dk)[1][nk], const tile::FragmentC (&dv)[1][nv]) {
   ptx::meet(consumers_meet, C.consumers() * group_threads);  // nobody reads k and v any more
   // Found again: what only the end needs would take the loop's registers.
-  const BackwardWork work = find_work(params, shared);
+  const AttentionParams& params = all.attention;
+  const BackwardWork work = find_work(all, shared);
   const int first_row = work.sequence.k_begin + work.first_key,
             rows_there = work.sequence.allocated_k - work.first_key;
 #pragma unroll
@@ -582,7 +596,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
     ptx::wgmma_wait<0>();
     ptx::settle(dk[0]);
   }
-  finish<C>(params, shared, dk, dv);
+  finish<C>(all, shared, dk, dv);
 }
 
 template <Sm90BackwardConfig C>
@@ -600,7 +614,7 @@ __device__ void backward(const Sm90BackwardParams& params) {
     }
     __syncthreads();
   }
-  const BackwardWork work = find_work(attention, shared);
+  const BackwardWork work = find_work(params, shared);
   if (!work.there()) return;
   if (threadIdx.x == 0) {
     const auto init = [](auto& all, int arrivals) {
@@ -613,7 +627,7 @@ __device__ void backward(const Sm90BackwardParams& params) {
     shared.v_full.init(1);
     init(shared.q_there, 1);
     init(shared.dout_there, 1);
-    init(shared.rows_there, 32);
+    init(shared.rows_there, 32 + 1);
     shared.dq_there.full.init(C.consumers() * 4);
     shared.dq_there.empty.init(1);
     cutlass::arch::fence_barrier_init();
@@ -625,6 +639,7 @@ __device__ void backward(const Sm90BackwardParams& params) {
     if (helper == 0 && threadIdx.x % 32 == 0) load_tiles<C>(params, shared, work);
     if (helper == 1) load_rows<C>(params, shared, work);
     if (helper == 2) add_dq<C>(params, shared, work);
+    if (helper == 3 && threadIdx.x % 32 == 0) find_facts<C>(params, shared, work);
   } else {
     cutlass::arch::warpgroup_reg_alloc<C.consumer_registers()>();
     consume<C>(params, shared, work);

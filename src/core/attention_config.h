@@ -95,7 +95,7 @@ struct Sm90BackwardConfig {
 
   [[nodiscard]] constexpr int consumers() const { return block_n / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
-  [[nodiscard]] constexpr int producer_registers() const { return 32; }
+  [[nodiscard]] constexpr int producer_registers() const { return 24; }
   [[nodiscard]] constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }
   // The warpgroups share dq: 64 queries each, and where there are fewer queries, parts of the columns. Parts
   // begin and end with panels; where those come in no whole parts, the last ones overlap.

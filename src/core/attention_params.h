@@ -160,11 +160,9 @@ struct TileOrder {
   }
 };
 
-struct Sm90ForwardParams {
-  TensorMap q, k, v, o;  // (column, row, head, batch); boxes as sm90/forward.cuh loads and stores them
+// What Hopper's kernels have beside their tensor maps. Lengths are below NarrowMask::unbounded.
+struct Sm90Params {
   AttentionParams attention;
-  TileOrder order;
-  bool o_by_tma;  // o has a map
   int window_left, window_right;
 
   [[nodiscard]] TESSERA_HD NarrowMask mask(const SequenceArg& s) const {
@@ -173,9 +171,14 @@ struct Sm90ForwardParams {
   }
 };
 
-struct Sm90BackwardParams {
+struct Sm90ForwardParams : Sm90Params {
+  TensorMap q, k, v, o;  // (column, row, head, batch); boxes as sm90/forward.cuh loads and stores them
+  TileOrder order;
+  bool o_by_tma;  // o has a map
+};
+
+struct Sm90BackwardParams : Sm90Params {
   TensorMap q, k, v, dout;
-  AttentionParams attention;
 };
 
 [[nodiscard]] TESSERA_HD constexpr int tiles_of(int size, int tile) {

@@ -82,6 +82,13 @@ AttentionParams make_params(const Problem& problem) {
   return p;
 }
 
+Sm90Params sm90_params(const Problem& problem, const AttentionParams& attention) {
+  const auto narrow = [](std::int64_t side) {
+    return static_cast<int>(std::min<std::int64_t>(side, NarrowMask::unbounded));
+  };
+  return {attention, narrow(problem.window_left), narrow(problem.window_right)};
+}
+
 // Loads a kernel, and launches it unless only its loading is asked for or it has nothing to do.
 class Stage {
  public:
@@ -123,13 +130,8 @@ Status run_forward(const Context& context, const Problem& problem, bool only_loa
 Status run_forward_sm90(const Context& context, const Problem& problem, bool only_load) {
   const Sm90ForwardConfig config = sm90_forward_config(problem);
   Sm90ForwardParams params{};
-  params.attention = make_params(problem);
+  static_cast<Sm90Params&>(params) = sm90_params(problem, make_params(problem));
   params.order = tile_order(config, problem, limits_of(context.facts()));
-  const auto narrow = [](std::int64_t side) {
-    return static_cast<int>(std::min<std::int64_t>(side, NarrowMask::unbounded));
-  };
-  params.window_left = narrow(problem.window_left);
-  params.window_right = narrow(problem.window_right);
   if (!only_load && forward_tiles(config, problem) > 0) {
     if (Status status = fill_maps(config, problem, params); !status.ok()) return status;
   }
@@ -172,7 +174,7 @@ Status run_backward_sm90(const Context& context, const Problem& problem, void* w
   return run_backward(context, problem, workspace, only_load, config,
                       [&](Stage& stage, const AttentionParams& params) {
                         Sm90BackwardParams all{};
-                        all.attention = params;
+                        static_cast<Sm90Params&>(all) = sm90_params(problem, params);
                         if (!only_load && blocks_of(config, problem) > 0) {
                           if (Status status = fill_maps(config, problem, all); !status.ok()) return status;
                         }
@@ -225,9 +227,9 @@ std::string why_not_sm90(const Problem& problem) {
   }
   if (problem.dtype == DType::float32) return "its tiles are float16 or bfloat16, q is float32";
   if (std::string reason = why_no_maps(problem); !reason.empty()) return reason;
-  if (problem.direction == Direction::backward) return why_not(problem);
   if (std::max(problem.rows_q, problem.rows_k) >= NarrowMask::unbounded)
     return "q or k has 2^29 rows or more";
+  if (problem.direction == Direction::backward) return why_not(problem);
   const std::int64_t tiles = std::max({problem.batch * problem.num_heads_q, problem.num_heads_q,
                                        forward_tiles(sm90_forward_config(problem), problem)});
   if (tiles > max_blocks) return "the problem has " + std::to_string(tiles) + " tiles, more than 2^31 - 1";

@@ -77,7 +77,7 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_wide_bias = {{
 
 //    head_dim  head_dim_v  block_m  block_n  q_stages  dout_stages  dv_parts  ds_in_registers  dq_direct
 inline constexpr std::array<Sm90BackwardTiles, 3> sm90_backward = {{
-    { 64,        64,        128,     128,     3,        2,           2,        false,           false},
+    { 64,        64,        128,     128,     3,        2,           4,        false,           false},
     { 96,        96,         64,     128,     3,        2,           1,        true,            false},
     {128,       128,         64,     128,     3,        2,           2,        true,            false}}};
 // Softcap, ALiBi, bias and dropout want registers.
