@@ -189,6 +189,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   constexpr float most_of_p = C.type == Half::float16 ? 1 << 14 : 1 << 30;
   // What a row's p shall come to in its first block: far above the least float, or enough for CapInExponent.
   constexpr float least_of_p = has(C.terms, Terms::softcap) ? 1.0f : 0x1p-60f;
+  const tile::CapInExponent cap(params);
   // The warp is done with a buffer.
   const auto release = [](ptx::Barrier& empty) {
     if (threadIdx.x % 32 == 0) ptx::arrive(empty);
@@ -266,12 +267,13 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     tile::Softmax<1> softmax;
     tile::clear(acc_o);
 
+    // What s begins with, if not with 0.
+    constexpr bool begun = has(C.terms, Terms::alibi) && units == tile::Units::raw;
+    const auto begin_scores = [&](int block) {
+      if constexpr (begun) terms.template start<by_keys>(s, first_query + warp_row, block * C.block_n);
+    };
     // s = q k^T, in flight.
-    const auto issue_scores = [&](int block) {
-      constexpr bool begun = has(C.terms, Terms::alibi) && units == tile::Units::raw;
-      if constexpr (begun) {
-        terms.template start<by_keys>(s, first_query + warp_row, block * C.block_n);
-      }
+    const auto issue_scores = [&] {
       ptx::settle(s[0]);
       ptx::wgmma_fence();
 #pragma unroll
@@ -351,9 +353,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         if constexpr (!first || (C.type == Half::bfloat16 && roomy)) {
           bool attempted = first ? !partly : softmax.ready;
           if constexpr (capping) {
-            const tile::CapInExponent cap(params);
             if (cap.possible && attempted) {
-              if (attempt(cap.highest(), [&](float x) { return cap.factor(x); })) return;
+              if (attempt(cap.highest, [&](float x) { return cap.factor(x); })) return;
             } else {
               attempted = false;
             }
@@ -365,7 +366,6 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
       bool capped = false;
       if constexpr (capping) {
-        const tile::CapInExponent cap(params);
         float maximum[1][2];
         hide();
         softmax.maxima(s, maximum);
@@ -414,7 +414,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       if constexpr (has(C.terms, Terms::softcap)) {
         if (strangers) clear_rows(shared.k[k.stage], keys_there, group);
       }
-      issue_scores(past_block - 1);
+      begin_scores(past_block - 1);
+      issue_scores();
       load_bias(past_block - 1);
       choose_kept(past_block - 1);
       release_queries();
@@ -434,9 +435,10 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       for (int block = past_block - 2; block >= first_block; --block) {
         float by[2] = {1.0f, 1.0f};
         bool moved = false;
+        begin_scores(block);
         ptx::wait(shared.k_there[k.stage].full, k.parity);
         take_turn();
-        issue_scores(block);
+        issue_scores();
         ptx::wait(shared.v_there[v.stage].full, v.parity);
         issue_values();
         pass_turn();

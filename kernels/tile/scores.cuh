@@ -129,6 +129,7 @@ struct CapInExponent {
   static constexpr float up_to = 0.32f;
   float inner, c0, c1, c2;
   bool possible;
+  float highest;  // what it makes of the largest score that it is for; it rises with the score
 
   __device__ explicit CapInExponent(const AttentionParams& params)
       : inner(params.scale / params.softcap),
@@ -136,16 +137,12 @@ struct CapInExponent {
         c1(-0.33303372f * params.scale_log2 * (inner * inner)),
         c2(0.12541972f * params.scale_log2 * (inner * inner) * (inner * inner)),
         // The coefficients are powers of inner.
-        possible(params.softcap >= 30.0f && inner > 1e-6f && inner < 1e3f) {}
+        possible(params.softcap >= 30.0f && inner > 1e-6f && inner < 1e3f),
+        highest(up_to / inner * factor(up_to / inner)) {}
 
   [[nodiscard]] __device__ __forceinline__ float factor(float s) const {
     const float x = s * s;
     return fmaf(fmaf(c2, x, c1), x, c0);
-  }
-  // What it makes of the largest score that it is for. It rises with the score.
-  [[nodiscard]] __device__ __forceinline__ float highest() const {
-    const float most = up_to / inner;
-    return most * factor(most);
   }
   // For the rows whose maxima of a block, and references so far, these are.
   template <int m>
