@@ -1,11 +1,15 @@
 // Devices and contexts.
+#include <algorithm>
 #include <array>
+#include <charconv>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 
 #include "cuda/driver/cuda_api.h"
 #include "cuda/driver/driver.h"
+#include "cuda/driver/library.h"
 
 namespace tessera::cuda {
 namespace {
@@ -39,6 +43,11 @@ Status read_facts(const CudaApi& api, int id, Device& device) {
   device.facts.name = name.data();
   device.facts.arch = 10 * attribute(cu::compute_capability_major) + attribute(cu::compute_capability_minor);
   device.facts.multiprocessors = attribute(cu::multiprocessor_count);
+  // For tests: with few of them a block of threads has several tiles even of a small problem.
+  const std::string given = environment("TESSERA_MULTIPROCESSORS");
+  int most = 0;
+  std::from_chars(given.data(), given.data() + given.size(), most);
+  if (most > 0) device.facts.multiprocessors = std::min(device.facts.multiprocessors, most);
   device.facts.threads_per_multiprocessor = attribute(cu::max_threads_per_multiprocessor);
   device.facts.shared_per_block = attribute(cu::max_shared_memory_per_block_optin);
   device.facts.shared_per_multiprocessor = attribute(cu::max_shared_memory_per_multiprocessor);
