@@ -49,6 +49,7 @@ struct ForwardShared
       ForwardBias<C>,
       tile::DropoutShared<has(C.terms, Terms::dropout), C.consumers() * group_threads, 1, C.block_n / 8> {
   Barriers q_there[C.q_stages][C.consumers()], k_there[C.stages], v_there[C.stages];
+  SortedSequences sequences;
 };
 
 // ---- The producer: one thread.
@@ -57,7 +58,7 @@ template <Sm90ForwardConfig C>
 __device__ __forceinline__ void produce(const Sm90ForwardParams& params, ForwardShared<C>& shared) {
   Cursor<C.q_stages> q;
   Cursor<C.stages> k, v;
-  for (Schedule<C.block_m, C.block_n> schedule(params); schedule.more(); schedule.next()) {
+  for (Schedule<C.block_m, C.block_n> schedule(params, shared.sequences); schedule.more(); schedule.next()) {
     const ForwardWork work = schedule.work();
     if (!work.there()) continue;
     const int b = params.attention.packed() ? 0 : work.b, head_k = params.order.group_size.quotient(work.h);
@@ -219,7 +220,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   };
 
   constexpr bool early = C.terms == Terms::plain && roomy;
-  Schedule<C.block_m, C.block_n> schedule(all);
+  Schedule<C.block_m, C.block_n> schedule(all, shared.sequences);
   ForwardWork next = schedule.work();
   while (schedule.more()) {
     const ForwardWork work = next;
@@ -267,13 +268,10 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     tile::Softmax<1> softmax;
     tile::clear(acc_o);
 
-    // What s begins with, if not with 0.
-    constexpr bool begun = has(C.terms, Terms::alibi) && units == tile::Units::raw;
-    const auto begin_scores = [&](int block) {
-      if constexpr (begun) terms.template start<by_keys>(s, first_query + warp_row, block * C.block_n);
-    };
     // s = q k^T, in flight.
-    const auto issue_scores = [&] {
+    const auto issue_scores = [&](int block) {
+      constexpr bool begun = has(C.terms, Terms::alibi) && units == tile::Units::raw;
+      if constexpr (begun) terms.template start<by_keys>(s, first_query + warp_row, block * C.block_n);
       ptx::settle(s[0]);
       ptx::wgmma_fence();
 #pragma unroll
@@ -414,8 +412,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       if constexpr (has(C.terms, Terms::softcap)) {
         if (strangers) clear_rows(shared.k[k.stage], keys_there, group);
       }
-      begin_scores(past_block - 1);
-      issue_scores();
+      issue_scores(past_block - 1);
       load_bias(past_block - 1);
       choose_kept(past_block - 1);
       release_queries();
@@ -435,10 +432,9 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       for (int block = past_block - 2; block >= first_block; --block) {
         float by[2] = {1.0f, 1.0f};
         bool moved = false;
-        begin_scores(block);
         ptx::wait(shared.k_there[k.stage].full, k.parity);
         take_turn();
-        issue_scores();
+        issue_scores(block);
         ptx::wait(shared.v_there[v.stage].full, v.parity);
         issue_values();
         pass_turn();
@@ -509,6 +505,11 @@ __device__ void forward(const Sm90ForwardParams& params) {
     init(shared.k_there, C.consumers());
     init(shared.v_there, C.consumers());
     cutlass::arch::fence_barrier_init();
+  }
+  if (params.order.sorted) {
+    shared.sequences.sort(params.attention, C.block_m,
+                          reinterpret_cast<SortedSequences::Lengths&>(shared.k[0].data));
+    ptx::publish_shared();  // TMA writes there next
   }
   __syncthreads();
   if (ptx::warp_index() >= C.consumers() * 4) {

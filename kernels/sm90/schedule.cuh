@@ -19,11 +19,59 @@ struct ForwardWork {
   }
 };
 
+// Packed sequences by their keys, most first: their tiles take longest. Every block of threads sorts them for
+// itself.
+struct SortedSequences {
+  int first_tile[most_sorted];  // of the sequence that stands there
+  unsigned char sequence[most_sorted];
+
+  // For memory that is free until the next __syncthreads().
+  struct Lengths {
+    int keys[most_sorted], tiles[most_sorted];
+  };
+  // By all threads.
+  __device__ __forceinline__ void sort(const AttentionParams& params, int block_m, Lengths& lengths) {
+    const int own = static_cast<int>(threadIdx.x), count = params.batch + 1;
+    if (own < count) {
+      const SequenceArg one = params.sequence(own);
+      lengths.keys[own] = one.seqlen_k;
+      lengths.tiles[own] = tiles_of(one.allocated_q, block_m);
+    }
+    __syncthreads();
+    if (own < count) {
+      int place = 0, tiles = 0;
+      for (int i = 0; i < count; ++i) {
+        const int more = lengths.keys[i] - lengths.keys[own];
+        if (more > 0 || (more == 0 && i < own)) {
+          ++place;
+          tiles += lengths.tiles[i];
+        }
+      }
+      first_tile[place] = tiles;
+      sequence[place] = static_cast<unsigned char>(own);
+    }
+  }
+  // The sequence that has a tile, counted over all of them, and the tile's number from the sequence's end.
+  [[nodiscard]] __device__ __forceinline__ TileIndex find(int batch, int tile) const {
+    int low = 0, high = batch;  // the last place whose first tile is not behind it
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (first_tile[middle] <= tile) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return {sequence[low], tile - first_tile[low]};
+  }
+};
+
 // The tiles of one block of threads.
 template <int block_m, int block_n>
 class Schedule {
  public:
-  __device__ explicit Schedule(const Sm90ForwardParams& params) : all(params), turn{0, blockIdx.x} {}
+  __device__ Schedule(const Sm90ForwardParams& params, const SortedSequences& sorted)
+      : all(params), sequences(sorted), turn{0, blockIdx.x} {}
   [[nodiscard]] __device__ __forceinline__ bool more() const { return turn.unit() < all.order.units(); }
   __device__ __forceinline__ void next() { all.order.next(turn, gridDim.x); }
   // The same, from where the compiler cannot tell: what work() gave need not be kept.
@@ -39,7 +87,11 @@ class Schedule {
     const auto [row, head, there] = order.tile(turn);
     ForwardWork work;
     int m_block = static_cast<int>(row);
-    if (params.packed()) {
+    if (order.sorted) {
+      const auto [b, from_end] = sequences.find(params.batch, static_cast<int>(order.rows - 1 - row));
+      work.b = b;
+      m_block = from_end;
+    } else if (params.packed()) {
       const auto [b, tile] = find_tile(params.cu_seqlens_q, params.batch, params.rows_q, block_m, row);
       work.b = b;
       m_block = tile;
@@ -48,6 +100,8 @@ class Schedule {
     }
     work.h = static_cast<int>(params.packed() ? head : order.num_heads_q.remainder(head));
     work.sequence = params.sequence(work.b);
+    // Behind the last sequence's tiles it is negative, and so not there.
+    if (order.sorted) m_block = tiles_of(work.sequence.allocated_q, block_m) - 1 - m_block;
     work.first_query = there ? m_block * block_m : -1;
     work.queries = max(0, min(work.sequence.seqlen_q - work.first_query, block_m));
     // The mask's arithmetic takes a while, and short tiles do not.
@@ -62,6 +116,7 @@ class Schedule {
 
  private:
   const Sm90ForwardParams& all;
+  const SortedSequences& sequences;
   TileOrder::Turn turn;
 };
 

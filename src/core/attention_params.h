@@ -114,6 +114,9 @@ struct Divisor {
   }
 };
 
+// Packed sequences that a block of threads sorts by their length, one more for the rows behind them.
+inline constexpr int most_sorted = 128;
+
 // How tiles of queries are dealt out. Blocks of threads take units in turn: a tile, or - where tiles of a
 // head differ, as under a causal mask - one that sees many keys and one that sees few, so that units are
 // alike. The units of a head follow one another, so that those which run at a time share keys in the L2
@@ -123,6 +126,7 @@ struct TileOrder {
   bool masked;           // queries do not see all keys of their sequence
   bool paired;
   bool by_rows;     // the heads of a row follow one another instead
+  bool sorted;      // rows are tiles of packed sequences, those of the longest first: dealt out to and fro
   unsigned change;  // of places, from turn to turn; below the number of blocks of threads
   Divisor inner;    // units that follow one another
   Divisor num_heads_q, group_size;
@@ -142,6 +146,10 @@ struct TileOrder {
     turn.second = paired && !turn.second;
     if (turn.second) return;
     turn.before += blocks;
+    if (sorted) {
+      turn.place = blocks - 1 - turn.place;
+      return;
+    }
     // Where the units of a head divide the number of blocks, the same ones would get the small units
     // otherwise.
     turn.place += change;

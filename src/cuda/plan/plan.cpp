@@ -232,8 +232,8 @@ int shared_of(const Sm90ForwardConfig& c) {
   const int kept = has(c.terms, Terms::dropout) ? c.consumers() * 128 * 2 * 4 : 0;
   const int bias_size = has(c.terms, Terms::wide_bias) ? 4 : 2;
   const int bias = has(c.terms, Terms::bias) ? c.block_m * c.block_n * bias_size : 0;
-  const int barriers = (c.q_stages * c.consumers() + 2 * c.stages) * 2 * 8;
-  return ((queries + keys) * 2 + bias + kept + barriers + 1023) / 1024 * 1024;
+  const int barriers = (c.q_stages * c.consumers() + 2 * c.stages) * 2 * 8, sorted = most_sorted * 5;
+  return ((queries + keys) * 2 + bias + kept + barriers + sorted + 1023) / 1024 * 1024;
 }
 int shared_of(const BackwardConfig& c) {
   const int keys = c.block_n * (c.head_dim + c.head_dim_v), queries = c.block_m * (c.head_dim + c.head_dim_v);
@@ -376,6 +376,7 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
   order.paired = !problem.packed && order.masked &&
                  (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
   order.by_rows = problem.packed;
+  order.sorted = problem.packed && problem.batch < most_sorted;
   order.inner = Divisor(order.by_rows ? order.heads : order.units() / order.heads);
   order.change = 7 % std::clamp<unsigned>(limits.multiprocessors, 1, order.units());
   order.num_heads_q = Divisor(static_cast<unsigned>(problem.num_heads_q));
