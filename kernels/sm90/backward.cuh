@@ -166,6 +166,9 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
                                           const BackwardWork& work) {
   const AttentionParams& params = all.attention;
   const SequenceArg& sequence = work.sequence;
+  // There are fewer buffers of tiles than of rows. A parity tells two uses of a buffer apart, not three: so it
+  // waits for each.
+  constexpr bool runs_ahead = C.q_stages < C.row_stages() || C.dout_stages < C.row_stages();
   unsigned step = 0;
   Steps at(params, work);
   // p and ds of a key that is not there are 0: what they are multiplied by has to be a number.
@@ -187,12 +190,14 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
       shared.lse[row.stage][i] = tile::lse_for_p<C.terms>(lse);
       shared.delta[row.stage][i] = there ? params.delta[tile::delta_index(params, work.b, at.h, from)] : 0.0f;
     }
-    if ((params.packed() || params.seqused_q != nullptr) && queries < C.block_m) {
+    if ((params.packed() || params.seqused_q != nullptr) && (runs_ahead || queries < C.block_m)) {
       const RingPlace q = ring_at<C.q_stages>(step), dout = ring_at<C.dout_stages>(step);
       ptx::wait(shared.q_there[q.stage].full, q.parity);
-      clear_rows<32>(shared.q[q.stage], queries);
       ptx::wait(shared.dout_there[dout.stage].full, dout.parity);
-      clear_rows<32>(shared.dout[dout.stage], queries);
+      if (queries < C.block_m) {
+        clear_rows<32>(shared.q[q.stage], queries);
+        clear_rows<32>(shared.dout[dout.stage], queries);
+      }
     }
     ptx::arrive(shared.rows_there[row.stage].full);
   }
