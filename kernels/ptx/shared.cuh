@@ -34,6 +34,11 @@ __device__ __forceinline__ void store_byte(unsigned address, unsigned x) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
   return x;
 }
+__device__ __forceinline__ void load(float (&x)[4], unsigned address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address));
+}
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void store_matrices(unsigned address, const unsigned (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),

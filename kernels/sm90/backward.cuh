@@ -45,8 +45,16 @@ struct DqShared {
 template <Sm90BackwardConfig C>
 struct DqShared<C, false> {};
 
+// Where warpgroups share a step (backward_wide.cuh): p on its way from the one to the other, as fragments.
+template <Sm90BackwardConfig C, bool there = C.wide()>
+struct PShared {
+  alignas(1024) float p[4][C.block_m / 8][32][4];
+};
 template <Sm90BackwardConfig C>
-struct BackwardShared : DqShared<C> {
+struct PShared<C, false> {};
+
+template <Sm90BackwardConfig C>
+struct BackwardShared : DqShared<C>, PShared<C> {
   tile::PanelTile<C.block_n, C.head_dim> k;
   tile::PanelTile<C.block_n, C.head_dim_v> v;
   tile::PanelTile<C.block_m, C.head_dim> q[C.q_stages];
@@ -58,6 +66,7 @@ struct BackwardShared : DqShared<C> {
   unsigned ticket;  // where sums have an order, so have the blocks of threads
   ptx::Barrier k_full, v_full;
   Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()], dq_there;
+  Barriers p_there, ds_there[ds_stages];  // where warpgroups share a step
 };
 
 // Which keys, of which head, and the blocks of queries that see some of them.
@@ -315,6 +324,42 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
 
 inline constexpr int consumers_meet = 1;  // the number of a barrier
 
+// The warp is done with a buffer.
+__device__ __forceinline__ void release(ptx::Barrier& empty) {
+  if (threadIdx.x % 32 == 0) ptx::arrive(empty);
+}
+
+// The warp's dq of a step is added at once.
+template <Sm90BackwardConfig C, int n>
+__device__ __forceinline__ void add_from_registers(const AttentionParams& params, BackwardShared<C>& shared,
+                                                   unsigned step, const tile::FragmentC (&dq)[n]) {
+  using Tiles = tile::DqTiles;
+  const bool ordered = params.turn != nullptr;
+  if (ordered) ptx::wait(shared.dq_there.empty, step % 2);
+  const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
+  const DqPart<C> part(params, group, warp);
+  const StepFacts& facts = shared.facts[step % C.row_stages()];
+  if (facts.first_query + part.row < facts.seqlen_q) {
+    float* to = facts.dq + part.offset(params);
+    const auto add = [&](bool whole) {
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+        if (whole || (j >= part.overlap && j - part.overlap < part.tiles))
+          Tiles::add(to + (whole ? j : j - part.overlap) * Tiles::size, dq[j]);
+      }
+    };
+    if (part.tiles == n) {
+      add(true);
+    } else {
+      add(false);
+    }
+  }
+  if (ordered) __threadfence();
+  __syncwarp();
+  if (ordered) release(shared.dq_there.full);
+  release(shared.rows_there[step % C.row_stages()].empty);
+}
+
 // dk and dv leave through the memory of k and v.
 template <Sm90BackwardConfig C, int nk, int nv>
 __device__ __forceinline__ void finish(const Sm90BackwardParams& all, BackwardShared<C>& shared,
@@ -383,10 +428,6 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
     return TileMask{mask.left - warp_row, mask.right - warp_row, mask.end - warp_row};
   };
 
-  // The warp is done with a buffer.
-  const auto release = [](ptx::Barrier& empty) {
-    if (threadIdx.x % 32 == 0) ptx::arrive(empty);
-  };
   const auto terms_of = [&] {
     SequenceArg sequence{};
     sequence.seqlen_q = facts().seqlen_q;
@@ -530,32 +571,10 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   const auto pass_dq = [&] {
     using Tiles = tile::DqTiles;
     constexpr int part_tiles = C.dq_cols() / Tiles::cols;
-    const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
     if constexpr (C.dq_direct) {
-      const bool ordered = params.turn != nullptr;
-      if (ordered) ptx::wait(shared.dq_there.empty, (step - 1) % 2);
-      const DqPart<C> part(params, group, warp);
-      const StepFacts& before = shared.facts[(step - 1) % C.row_stages()];
-      if (before.first_query + part.row < before.seqlen_q) {
-        float* to = before.dq + part.offset(params);
-        const auto add = [&](bool whole) {
-#pragma unroll
-          for (int j = 0; j < part_tiles; ++j) {
-            if (whole || (j >= part.overlap && j - part.overlap < part.tiles))
-              Tiles::add(to + (whole ? j : j - part.overlap) * Tiles::size, dq[0][j]);
-          }
-        };
-        if (part.tiles == part_tiles) {
-          add(true);
-        } else {
-          add(false);
-        }
-      }
-      if (ordered) __threadfence();
-      __syncwarp();
-      if (ordered) release(shared.dq_there.full);
-      release(shared.rows_there[(step - 1) % C.row_stages()].empty);
+      add_from_registers(params, shared, step - 1, dq[0]);
     } else {
+      const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
       const unsigned place = ptx::shared_address(shared.dq[group][warp]) + lane * 16;
       ptx::wait(shared.dq_there.empty, step % 2);  // the first time at once
 #pragma unroll
@@ -604,10 +623,11 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   finish<C>(all, shared, dk, dv);
 }
 
-template <Sm90BackwardConfig C>
-__device__ void backward(const Sm90BackwardParams& params) {
+// A block of threads. consume: what those do that compute.
+template <Sm90BackwardConfig C, class Consume>
+__device__ __forceinline__ void run(const Sm90BackwardParams& params, const Consume& consume) {
   static_assert(C.block_m % group_rows == 0 && C.block_n % group_rows == 0);
-  static_assert(C.dq_parts() >= 1 && C.dq_parts() * C.block_m == C.block_n);
+  static_assert(C.dq_parts() >= 1 && C.dq_parts() * C.block_m == C.consumers() * group_rows);
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<C>*>(shared_bytes);
   const AttentionParams& attention = params.attention;
@@ -635,6 +655,9 @@ __device__ void backward(const Sm90BackwardParams& params) {
     init(shared.rows_there, 32 + 1);
     shared.dq_there.full.init(C.consumers() * 4);
     shared.dq_there.empty.init(1);
+    shared.p_there.full.init(4);
+    shared.p_there.empty.init(4);
+    init(shared.ds_there, 4);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -647,8 +670,15 @@ __device__ void backward(const Sm90BackwardParams& params) {
     if (helper == 3 && threadIdx.x % 32 == 0) find_facts<C>(params, shared, work);
   } else {
     cutlass::arch::warpgroup_reg_alloc<C.consumer_registers()>();
-    consume<C>(params, shared, work);
+    consume(params, shared, work);
   }
+}
+
+template <Sm90BackwardConfig C>
+__device__ void backward(const Sm90BackwardParams& params) {
+  run<C>(params, [](const Sm90BackwardParams& all, BackwardShared<C>& shared, const BackwardWork& work) {
+    consume<C>(all, shared, work);
+  });
 }
 
 }  // namespace tessera::sm90

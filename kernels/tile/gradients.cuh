@@ -13,6 +13,14 @@ template <Terms kind>
   return units_of(kind) == Units::natural ? x : x * ptx::log2_e;
 }
 
+// p of a score and its row's lse, as lse_for_p has it.
+template <Terms kind>
+[[nodiscard]] __device__ __forceinline__ float p_of(float score, float lse, float scale_log2) {
+  return ptx::exp2(units_of(kind) == Units::raw       ? fmaf(score, scale_log2, -lse)
+                   : units_of(kind) == Units::natural ? (score - lse) * ptx::log2_e
+                                                      : score - lse);
+}
+
 // s = q k^T becomes p, dropped and scaled as dv needs it; dp = dout v^T becomes ds. lse and delta are those
 // of the tile's queries, in shared memory; query0 and key0 its first ones. of_bias: ds is that of the score
 // behind softcap.
@@ -48,10 +56,7 @@ __device__ __forceinline__ void gradients(FragmentC (&s)[n], FragmentC (&dp)[n],
     const float2 of_rows = *reinterpret_cast<const float2*>(&lse[j * 8 + lane_query]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float from = e % 2 == 0 ? of_rows.x : of_rows.y;
-      const float p = ptx::exp2(units_of(kind) == Units::raw       ? fmaf(s[j][e], params.scale_log2, -from)
-                                : units_of(kind) == Units::natural ? (s[j][e] - from) * ptx::log2_e
-                                                                   : s[j][e] - from);
+      const float p = p_of<kind>(s[j][e], e % 2 == 0 ? of_rows.x : of_rows.y, params.scale_log2);
       dp[j][e] *= p;
       s[j][e] = !drops ? p : (kept[j / 8] >> (j % 8 * 4 + e) & 1) != 0 ? p * params.dropout.scale : 0.0f;
     }
@@ -68,6 +73,59 @@ __device__ __forceinline__ void plain_ds(FragmentC& dp, const FragmentC& p, cons
   const float2 of_rows = *reinterpret_cast<const float2*>(&delta[j * 8 + threadIdx.x % 4 * 2]);
 #pragma unroll
   for (int e = 0; e < 4; ++e) dp[e] = p[e] * (dp[e] - (e % 2 == 0 ? of_rows.x : of_rows.y));
+}
+
+// The same where s and dp are not in one place. pass(j, w) hears of tile j what ds is made of: p times the
+// derivative of softcap, with a sign where it was dropped.
+template <Half type, Terms kind, int n, class Pass>
+__device__ __forceinline__ void weights(FragmentC (&s)[n], const float* lse,
+                                        const ScoreTerms<type, kind>& terms, const TileMask& mask, int query0,
+                                        int key0, const Pass& pass) {
+  const AttentionParams& params = terms.params;
+  constexpr bool drops = has(kind, Terms::dropout), caps = has(kind, Terms::softcap);
+  unsigned kept[(n + 7) / 8];
+  if constexpr (drops) terms.template kept_transposed<n>(kept, query0, key0);
+  FragmentC of_cap[caps ? n : 1];
+  using One = FragmentC[1][n];
+  terms.template apply<Orientation::keys_by_queries>(
+      reinterpret_cast<One&>(s), query0, key0,
+      [&](One& scores, float scale) { terms.add_bias_transposed(scores, scale, query0, key0); },
+      [&](int j, int e, float x) {
+        if constexpr (caps) of_cap[j][e] = x;
+      });
+  if (!mask.sees_all(n * 8, 16)) hide_transposed(s, mask);
+#pragma unroll
+  for (int j = 0; j < n; ++j) {
+    const float2 of_rows = *reinterpret_cast<const float2*>(&lse[j * 8 + threadIdx.x % 4 * 2]);
+    FragmentC w;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float p = p_of<kind>(s[j][e], e % 2 == 0 ? of_rows.x : of_rows.y, params.scale_log2);
+      w[e] = p;
+      if constexpr (caps) w[e] *= of_cap[j][e];
+      s[j][e] = p;
+      if constexpr (drops) {
+        const bool keeps = (kept[j / 8] >> (j % 8 * 4 + e) & 1) != 0;
+        w[e] = keeps ? w[e] : -w[e];
+        s[j][e] = keeps ? p * params.dropout.scale : 0.0f;
+      }
+    }
+    pass(j, w);
+  }
+}
+template <Terms kind>
+__device__ __forceinline__ void ds_of_passed(FragmentC& dp, const FragmentC& w, const float* delta, int j,
+                                             float dropout_scale) {
+  if constexpr (!has(kind, Terms::dropout)) {
+    plain_ds(dp, w, delta, j);
+  } else {
+    const float2 of_rows = *reinterpret_cast<const float2*>(&delta[j * 8 + threadIdx.x % 4 * 2]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool keeps = (__float_as_uint(w[e]) >> 31) == 0;  // of -0, too
+      dp[e] = fabsf(w[e]) * ((keeps ? dp[e] * dropout_scale : 0.0f) - (e % 2 == 0 ? of_rows.x : of_rows.y));
+    }
+  }
 }
 
 // c += a b^T: 16 rows of a, 8 * n rows of b. After each step of the depth, meanwhile(step) adds other work to

@@ -77,7 +77,8 @@ struct BackwardConfig {
   [[nodiscard]] constexpr int dkv_split() const { return split == 1 || block_n < 32 ? split : 2 * split; }
 };
 
-// Hopper's: warpgroups of 64 keys each that compute, and one whose warps load, and add dq.
+// Hopper's: warpgroups of 64 keys each that compute, or two of them that share 64, and one whose warps load, and
+// add dq.
 struct Sm90BackwardConfig {
   Half type;
   int head_dim, head_dim_v;
@@ -93,7 +94,9 @@ struct Sm90BackwardConfig {
   // Buffers of lse, delta and where dq lies, which is needed a step later.
   [[nodiscard]] constexpr int row_stages() const { return dq_direct ? 3 : 2; }
 
-  [[nodiscard]] constexpr int consumers() const { return block_n / 64; }
+  // Two warpgroups have the same keys: the one their dv, the other their dk.
+  [[nodiscard]] constexpr bool wide() const { return head_dim > 128 || head_dim_v > 128; }
+  [[nodiscard]] constexpr int consumers() const { return wide() ? 2 : block_n / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
   [[nodiscard]] constexpr int producer_registers() const { return 24; }
   [[nodiscard]] constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }

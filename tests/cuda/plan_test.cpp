@@ -100,7 +100,11 @@ TEST(Plan, EveryHeadDimFitsHoppersBackward) {
         ASSERT_TRUE(b->consumers() == 2 || b->consumers() == 3);
         expect_registers(*b);
         ASSERT_EQ(b->block_m % 64, 0);
-        ASSERT_EQ(b->block_m * b->dq_parts(), b->block_n);
+        ASSERT_EQ(b->block_m * b->dq_parts(), b->consumers() * 64);
+        if (b->wide()) {
+          ASSERT_TRUE(b->block_m == 64 && b->block_n == 64 && b->dq_direct && b->ds_in_registers);
+          ASSERT_GT(b->dv_parts, 1);
+        }
         ASSERT_GE(b->dq_cols() * b->dq_parts(), b->head_dim);
         ASSERT_LE(b->dq_cols(), b->head_dim);
         ASSERT_LE(b->dq_parts(), 2);  // those before the last do not overlap
@@ -109,7 +113,7 @@ TEST(Plan, EveryHeadDimFitsHoppersBackward) {
       }
     }
   }
-  EXPECT_GE(found, 16 * 16);
+  EXPECT_EQ(found, 32 * 32 * 6);
 }
 
 // The name is the key of the caches: whatever changes the program changes it.

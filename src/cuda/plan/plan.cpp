@@ -200,7 +200,9 @@ std::string program_text(const BackwardConfig& c) {
   return program("sm80/backward.cuh", "backward", "BackwardShared", c.per_sm, c);
 }
 std::string program_text(const Sm90BackwardConfig& c) {
-  return program("sm90/backward.cuh", "backward", "BackwardShared", "Sm90BackwardParams", c);
+  return c.wide()
+             ? program("sm90/backward_wide.cuh", "backward_wide", "BackwardShared", "Sm90BackwardParams", c)
+             : program("sm90/backward.cuh", "backward", "BackwardShared", "Sm90BackwardParams", c);
 }
 std::string program_text(const DbiasConfig& c) {
   return program("sm80/dbias.cuh", "dbias", "DbiasShared", 1, c);
@@ -246,9 +248,10 @@ int shared_of(const Sm90BackwardConfig& c) {
   const int keys = c.block_n * (c.head_dim + c.head_dim_v);
   const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
   const int ds = ds_stages * c.block_m * c.block_n, dq = c.dq_direct ? 0 : c.consumers() * 64 * c.dq_cols();
+  const int p = c.wide() ? c.block_m * c.block_n : 0;
   const int rows = c.row_stages() * (2 * c.block_m * 4 + facts) + 8;
-  const int barriers = (1 + c.q_stages + c.dout_stages + c.row_stages() + 1) * 2 * 8;
-  return ((keys + queries + ds) * 2 + dq * 4 + rows + barriers + 1023) / 1024 * 1024;
+  const int barriers = (1 + c.q_stages + c.dout_stages + c.row_stages() + 1 + 1 + ds_stages) * 2 * 8;
+  return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + barriers + 1023) / 1024 * 1024;
 }
 int shared_of(const DbiasConfig& c) {
   const int rest = (2 * c.block + c.block * (c.block + 1)) * 4;

@@ -35,7 +35,8 @@ struct Sm90ForwardTiles {
   bool turns;
 };
 
-// Its backward kernel: likewise, and none where no row has room.
+// Its backward kernels: likewise, and none where no row has room. Above a head dim of 128 dq comes behind the
+// first of dv's parts.
 struct Sm90BackwardTiles {
   int head_dim, head_dim_v;  // up to
   int block_m, block_n, q_stages, dout_stages, dv_parts;
@@ -76,15 +77,19 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_wide_bias = {{
     {256,       256,        128,      64,     2,      1,        false}}};
 
 //    head_dim  head_dim_v  block_m  block_n  q_stages  dout_stages  dv_parts  ds_in_registers  dq_direct
-inline constexpr std::array<Sm90BackwardTiles, 3> sm90_backward = {{
+inline constexpr std::array<Sm90BackwardTiles, 5> sm90_backward = {{
     { 64,        64,        128,     128,     3,        2,           4,        false,           false},
     { 96,        96,         64,     128,     3,        2,           1,        true,            false},
-    {128,       128,         64,     128,     3,        2,           2,        true,            false}}};
+    {128,       128,         64,     128,     3,        2,           2,        true,            false},
+    {192,       192,         64,      64,     3,        3,           2,        true,            true},
+    {256,       256,         64,      64,     2,        2,           2,        true,            true}}};
 // Softcap, ALiBi, bias and dropout want registers.
-inline constexpr std::array<Sm90BackwardTiles, 3> sm90_backward_terms = {{
+inline constexpr std::array<Sm90BackwardTiles, 5> sm90_backward_terms = {{
     { 64,        64,         64,     128,     3,        2,           0,        true,            false},
     { 96,        96,         64,     128,     3,        2,           0,        true,            false},
-    {128,       128,         64,     128,     3,        2,           0,        true,            false}}};
+    {128,       128,         64,     128,     3,        2,           0,        true,            false},
+    {192,       192,         64,      64,     3,        3,           2,        true,            true},
+    {256,       256,         64,      64,     2,        2,           2,        true,            true}}};
 
 // sm_90, and what came after with as much shared memory.
 inline constexpr TileTable sm90_tiles = {
