@@ -175,8 +175,8 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
                                           const BackwardWork& work) {
   const AttentionParams& params = all.attention;
   const SequenceArg& sequence = work.sequence;
-  // There are fewer buffers of tiles than of rows. A parity tells two uses of a buffer apart, not three: so it
-  // waits for each.
+  // Fewer buffers of tiles than of rows: a parity tells two uses of a buffer apart, not three, so it waits
+  // for each.
   constexpr bool runs_ahead = C.q_stages < C.row_stages() || C.dout_stages < C.row_stages();
   unsigned step = 0;
   Steps at(params, work);
@@ -358,6 +358,20 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
   __syncwarp();
   if (ordered) release(shared.dq_there.full);
   release(shared.rows_there[step % C.row_stages()].empty);
+}
+
+// Or the copy engine adds it, from shared memory.
+template <Sm90BackwardConfig C, int n>
+__device__ __forceinline__ void hand_over(BackwardShared<C>& shared, unsigned step,
+                                          const tile::FragmentC (&dq)[n]) {
+  const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
+  const unsigned place = ptx::shared_address(shared.dq[group][warp]) + threadIdx.x % 32 * 16;
+  ptx::wait(shared.dq_there.empty, step % 2 ^ 1);  // the first time at once
+#pragma unroll
+  for (int j = 0; j < n; ++j) ptx::store(place + j * tile::DqTiles::size * 4, dq[j]);
+  ptx::publish_shared();
+  __syncwarp();
+  release(shared.dq_there.full);
 }
 
 // dk and dv leave through the memory of k and v.
@@ -569,19 +583,10 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   };
   // dq, of the step before this one, leaves: through shared memory, or at once.
   const auto pass_dq = [&] {
-    using Tiles = tile::DqTiles;
-    constexpr int part_tiles = C.dq_cols() / Tiles::cols;
     if constexpr (C.dq_direct) {
       add_from_registers(params, shared, step - 1, dq[0]);
     } else {
-      const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
-      const unsigned place = ptx::shared_address(shared.dq[group][warp]) + lane * 16;
-      ptx::wait(shared.dq_there.empty, step % 2);  // the first time at once
-#pragma unroll
-      for (int j = 0; j < part_tiles; ++j) ptx::store(place + j * Tiles::size * 4, dq[0][j]);
-      ptx::publish_shared();
-      __syncwarp();
-      release(shared.dq_there.full);
+      hand_over(shared, step - 1, dq[0]);
     }
   };
   const auto meet = [] { ptx::meet(consumers_meet, C.consumers() * group_threads); };

@@ -1,8 +1,8 @@
 // Backward on Hopper, head dims above 128: dk and dv of 64 keys fill the registers of two warpgroups.
 //
-// Both have the same 64 keys. The one makes s, p and dv, the other dp, ds and dk; p goes from the first to the
-// second as float32 fragments, lane to lane, and ds to both through shared memory, for dq, whose columns they
-// share. A step of the two:
+// Both have the same 64 keys. The one makes s, p and dv, the other dp, ds and dk; p goes from the first to
+// the second as float32 fragments, lane to lane, and ds to both through shared memory, for dq, whose columns
+// they share. A step of the two:
 //
 //   s issued  | p, its copy  | a part of dv, dq and the rest of dv issued | dq is added while dv runs
 //   dp issued | ds, its copy | dq and dk issued                           | dq is added while dk runs
@@ -113,7 +113,12 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   const auto pass_dq = [&] {
     ptx::settle(dq);
     release(shared.ds_there[step % ds_stages].empty);
-    add_from_registers(params, shared, step, dq);
+    if constexpr (C.dq_direct) {
+      add_from_registers(params, shared, step, dq);
+    } else {
+      hand_over(shared, step, dq);
+      release(shared.rows_there[row_now().stage].empty);
+    }
   };
 
   const unsigned p_place = ptx::opaque(ptx::shared_address(shared.p[ptx::warp_index() % 4][0][lane]));
@@ -215,7 +220,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
 
 template <Sm90BackwardConfig C>
 __device__ void backward_wide(const Sm90BackwardParams& params) {
-  static_assert(C.wide() && C.dq_direct && C.block_m == group_rows && C.block_n == group_rows);
+  static_assert(C.wide() && C.block_m == group_rows && C.block_n == group_rows);
   static_assert(C.dv_parts > 1 && C.ds_in_registers);
   run<C>(params, [](const Sm90BackwardParams& all, BackwardShared<C>& shared, const BackwardWork& work) {
     if (ptx::warp_index() < 4) {

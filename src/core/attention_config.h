@@ -77,8 +77,8 @@ struct BackwardConfig {
   [[nodiscard]] constexpr int dkv_split() const { return split == 1 || block_n < 32 ? split : 2 * split; }
 };
 
-// Hopper's: warpgroups of 64 keys each that compute, or two of them that share 64, and one whose warps load, and
-// add dq.
+// Hopper's: warpgroups of 64 keys each that compute, or two of them that share 64, and one whose warps load,
+// and add dq.
 struct Sm90BackwardConfig {
   Half type;
   int head_dim, head_dim_v;

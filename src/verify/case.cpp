@@ -212,11 +212,11 @@ std::vector<NamedCase> fixed_cases() {
 
       "qkv_192_128: seqlen_q=70 seqlen_k=90 head_dim=192 head_dim_v=128 causal=1 dtype=bfloat16",
       "value_wider: seqlen_q=33 seqlen_k=40 head_dim=7 head_dim_v=256 dtype=float16",
-      "wide_groups: seqlen_q=150 seqlen_k=200 num_heads_q=4 num_heads_k=2 head_dim=256 head_dim_v=256 causal=1 "
-      "dlse=1 dtype=bfloat16 grad_dtype=bfloat16",
+      "wide_groups: seqlen_q=150 seqlen_k=200 num_heads_q=4 num_heads_k=2 head_dim=256 head_dim_v=256 "
+      "causal=1 dlse=1 dtype=bfloat16 grad_dtype=bfloat16",
       "wide_ordered: seqlen_q=130 seqlen_k=270 head_dim=200 head_dim_v=200 deterministic=1 dtype=bfloat16",
-      "wide_packed: packed=1 batch=4 tail=5 seqlen_q=150 seqlen_k=140 num_heads_q=2 head_dim=192 head_dim_v=128 "
-      "seqused_q=1 seqused_k=1 causal=1 deterministic=1 dtype=float16",
+      "wide_packed: packed=1 batch=4 tail=5 seqlen_q=150 seqlen_k=140 num_heads_q=2 head_dim=192 "
+      "head_dim_v=128 seqused_q=1 seqused_k=1 causal=1 deterministic=1 dtype=float16",
       "wide_terms: seqlen_q=100 seqlen_k=140 num_heads_q=2 num_heads_k=1 head_dim=160 head_dim_v=136 "
       "window_left=90 softcap=20 alibi=1 bias=1hqk sinks=1 dsinks=1 dropout_p=0.2 dtype=float16",
       "value_narrower: seqlen_q=33 seqlen_k=40 head_dim=256 head_dim_v=1",

@@ -102,7 +102,7 @@ TEST(Plan, EveryHeadDimFitsHoppersBackward) {
         ASSERT_EQ(b->block_m % 64, 0);
         ASSERT_EQ(b->block_m * b->dq_parts(), b->consumers() * 64);
         if (b->wide()) {
-          ASSERT_TRUE(b->block_m == 64 && b->block_n == 64 && b->dq_direct && b->ds_in_registers);
+          ASSERT_TRUE(b->block_m == 64 && b->block_n == 64 && b->ds_in_registers);
           ASSERT_GT(b->dv_parts, 1);
         }
         ASSERT_GE(b->dq_cols() * b->dq_parts(), b->head_dim);
