@@ -106,8 +106,8 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
     ptx::wgmma_fence();
 #pragma unroll
     for (int key = 0; key < C.block_n; key += 16)
-      ptx::wgmma<C.type, ptx::Depth::along_rows, across>(
-          dq, ds_operand.cols_from(key, place.stage), k_cols.rows_from(key), key > 0);
+      ptx::wgmma<C.type, ptx::Depth::along_rows, across>(dq, ds_operand.cols_from(key, place.stage),
+                                                         k_cols.rows_from(key), key > 0);
     ptx::wgmma_commit();
   };
   const auto pass_dq = [&] {
@@ -131,8 +131,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
     if constexpr (plain) {
       if (!mask.sees_all(C.block_m, warp_rows)) tile::hide_transposed(s[0], mask);
 #pragma unroll
-      for (int j = 0; j < n; ++j)
-        tile::plain_p(s[0][j], shared.lse[row_now().stage], j, params.scale_log2);
+      for (int j = 0; j < n; ++j) tile::plain_p(s[0][j], shared.lse[row_now().stage], j, params.scale_log2);
       ptx::wait(shared.p_there.empty, step % 2 ^ 1);
 #pragma unroll
       for (int j = 0; j < n; ++j) pass(j, s[0][j]);

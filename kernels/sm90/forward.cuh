@@ -1,8 +1,8 @@
 // Forward on Hopper: one thread asks TMA for tiles, warpgroups of 64 queries multiply them by wgmma.
 //
 // Two things hide the softmax. Within a warpgroup S(n) = Q K(n)^T and O += P(n + 1) V(n + 1) are issued
-// together, and while the second still runs S(n) becomes P(n). Among warpgroups they are issued in turn, so
-// that the softmax of one falls into the products of another.
+// together, and while the second still runs S(n) becomes P(n). Among warpgroups, where they are two, they are
+// issued in turn, so that the softmax of one falls into the products of another; more of them need no order.
 //
 // NOTES.md beside this file has the roofline and what was tried.
 #pragma once
@@ -186,10 +186,6 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
                                                            : 1.0f;
   // Registers beside those of s, p and o.
   constexpr bool roomy = C.block_n / 2 + C.block_n / 4 + C.head_dim_v / 2 <= 160;
-  // What p may be, rounded, and summed up over the keys beside products with v.
-  constexpr float most_of_p = C.type == Half::float16 ? 1 << 14 : 1 << 30;
-  // What a row's p shall come to in its first block: far above the least float, or enough for CapInExponent.
-  constexpr float least_of_p = has(C.terms, Terms::softcap) ? 1.0f : 0x1p-60f;
   const tile::CapInExponent cap(params);
   // The warp is done with a buffer.
   const auto release = [](ptx::Barrier& empty) {
@@ -248,10 +244,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
 #pragma unroll 1
         for (; blocks > 0; --blocks) {
           ptx::wait(shared.k_there[k.stage].full, k.parity);
-          release(shared.k_there[k.stage].empty);
-          k.next();
           ptx::wait(shared.v_there[v.stage].full, v.parity);
+          __syncwarp();  // no lane stays behind, and finds another phase
+          release(shared.k_there[k.stage].empty);
           release(shared.v_there[v.stage].empty);
+          k.next();
           v.next();
         }
       }
@@ -337,29 +334,17 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
 #pragma unroll
         for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, factor_of...);
       };
-      // Without a look at the maxima, if the scores are what they usually are. Not the first block where p as
-      // float16 has no exponents to spare, or where a row may have few keys: weights are rounded, and the
-      // largest is 1 if it is the reference.
+      // Later blocks without a look at the maxima, if the scores are what they usually are.
       constexpr bool capping = ScoreTerms::caps_in_exponent, at_once = capping || units == tile::Units::raw;
-      if constexpr (at_once) {
-        const auto attempt = [&](float highest, auto... factor_of) {
-          if constexpr (first)
-            return softmax.begin_at_once(s, scale_log2, least_of_p, most_of_p, highest, factor_of...);
+      if constexpr (at_once && !first) {
+        if (softmax.ready && (!capping || cap.possible)) {
           hide();
-          return softmax.exponentiate_at_once(s, most_of_p, highest, factor_of...);
-        };
-        if constexpr (!first || (C.type == Half::bfloat16 && roomy)) {
-          bool attempted = first ? !partly : softmax.ready;
           if constexpr (capping) {
-            if (cap.possible && attempted) {
-              if (attempt(cap.highest, [&](float x) { return cap.factor(x); })) return;
-            } else {
-              attempted = false;
-            }
+            if (softmax.exponentiate_at_once(s, cap.highest, [&](float x) { return cap.factor(x); })) return;
           } else {
-            if (attempted && attempt(ptx::infinity)) return;
+            if (softmax.exponentiate_at_once(s, ptx::infinity)) return;
           }
-          if (attempted) compute_again(block);
+          compute_again(block);
         }
       }
       bool capped = false;

@@ -123,8 +123,7 @@ struct DropoutShared<false, threads, m, n> {};
 //
 // It is tanh to 2e-6 of itself while softmax_scale * s <= 0.32 softcap, and falls without bound below -0.32
 // softcap, where tanh does not. That does not show if the row has a score of 0 or more: then such a key's p
-// is off by less than 1e-8 of the largest, for softcap >= 30; or if all p of the row come to 2^0 or more.
-// -inf stays -inf.
+// is off by less than 1e-8 of the largest, for softcap >= 30. -inf stays -inf.
 struct CapInExponent {
   static constexpr float up_to = 0.32f;
   float inner, c0, c1, c2;

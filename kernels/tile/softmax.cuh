@@ -151,40 +151,34 @@ struct Softmax {
     ready = __all_sync(~0u, all);
   }
 
-  // A block's exponentials, from the references as they are. False: a row has outgrown its own: s is lost,
-  // and nothing is added to row_sum. p may not reach `limit`, nor 2^highest in the score's units.
+  // A block's exponentials, from the references as they are. False: a row has outgrown its own, or a score is
+  // above 2^highest in p's units: s is lost, and nothing is added to row_sum.
   template <int n, class... FactorOf>
-  __device__ __forceinline__ bool exponentiate_at_once(FragmentC (&s)[m][n], float limit, float highest,
+  __device__ __forceinline__ bool exponentiate_at_once(FragmentC (&s)[m][n], float highest,
                                                        const FactorOf&... factor_of) {
     float sum[m][2];
     exponentiate_all(s, sum, factor_of...);
-    if (!__all_sync(~0u, below(sum, limit, highest))) return false;
+    if (!__all_sync(~0u, below(sum, highest))) {
+      // Many that are small come to as much as one that is not.
+      float most[m][2];
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          most[i][half] = sum[i][half] < ptx::infinity ? 0.0f : ptx::infinity;  // NaN, too
+#pragma unroll
+          for (int j = 0; j < n; ++j)
+            most[i][half] = fmaxf(most[i][half], fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+        }
+      }
+      if (!__all_sync(~0u, below(most, highest))) return false;
+    }
 #pragma unroll
     for (int i = 0; i < m; ++i) {
       row_sum[i][0] += sum[i][0];
       row_sum[i][1] += sum[i][1];
     }
     return true;
-  }
-
-  // The same for the first block, with 0 as the reference. False also where a row's p come to less than
-  // `least`.
-  template <int n, class... FactorOf>
-  __device__ __forceinline__ bool begin_at_once(FragmentC (&s)[m][n], float scale, float least, float limit,
-                                                float highest, const FactorOf&... factor_of) {
-    factor = scale;
-#pragma unroll
-    for (int i = 0; i < m; ++i) reference[i][0] = reference[i][1] = offset[i][0] = offset[i][1] = 0.0f;
-    exponentiate_all(s, row_sum, factor_of...);
-    bool within = below(row_sum, limit, highest);
-#pragma unroll
-    for (int i = 0; i < m; ++i) {
-      const float least_of_both = fminf(sum_of_row(row_sum[i][0]), sum_of_row(row_sum[i][1]));
-      within = within && least_of_both >= least;
-    }
-    ready = __all_sync(~0u, within);
-    if (!ready) *this = Softmax();
-    return ready;
   }
 
   // acc_o becomes o. unit is one unit of s in natural units, as lse and sink are.
@@ -195,7 +189,9 @@ struct Softmax {
     for (int i = 0; i < m; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = sum_of_row(row_sum[i][half]);
+        float sum = row_sum[i][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
         float most = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
         float shrink = 1.0f;
         const float both = fmaxf(most, sink);
@@ -218,21 +214,16 @@ struct Softmax {
   }
 
  private:
-  // Over the four lanes of a row.
-  [[nodiscard]] static __device__ __forceinline__ float sum_of_row(float sum) {
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    return sum + __shfl_xor_sync(~0u, sum, 2);
-  }
-
-  [[nodiscard]] __device__ __forceinline__ bool below(const float (&sum)[m][2], float limit,
-                                                      float highest) const {
+  // Whether no p can have left the slack, nor be above 2^highest.
+  [[nodiscard]] __device__ __forceinline__ bool below(const float (&p)[m][2], float highest) const {
+    constexpr float limit = 1 << static_cast<int>(slack);
     bool all = true;
 #pragma unroll
     for (int i = 0; i < m; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        all = all && sum[i][half] < limit &&
-              (highest == ptx::infinity || sum[i][half] < ptx::exp2(highest - offset[i][half]));
+        all = all && p[i][half] < limit &&
+              (highest == ptx::infinity || p[i][half] < ptx::exp2(highest - offset[i][half]));
     }
     return all;
   }

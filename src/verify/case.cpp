@@ -212,16 +212,24 @@ std::vector<NamedCase> fixed_cases() {
 
       "qkv_192_128: seqlen_q=70 seqlen_k=90 head_dim=192 head_dim_v=128 causal=1 dtype=bfloat16",
       "value_wider: seqlen_q=33 seqlen_k=40 head_dim=7 head_dim_v=256 dtype=float16",
-      "wide_groups: seqlen_q=150 seqlen_k=200 num_heads_q=4 num_heads_k=2 head_dim=256 head_dim_v=256 "
+      "head_dim_above_128_groups: seqlen_q=150 seqlen_k=200 num_heads_q=4 num_heads_k=2 head_dim=256 "
+      "head_dim_v=256 "
       "causal=1 dlse=1 dtype=bfloat16 grad_dtype=bfloat16",
-      "wide_ordered: seqlen_q=130 seqlen_k=270 head_dim=200 head_dim_v=200 deterministic=1 dtype=bfloat16",
-      "wide_packed: packed=1 batch=4 tail=5 seqlen_q=150 seqlen_k=140 num_heads_q=2 head_dim=192 "
+      "head_dim_above_128_ordered: seqlen_q=130 seqlen_k=270 head_dim=200 head_dim_v=200 deterministic=1 "
+      "dtype=bfloat16",
+      "head_dim_above_128_packed: packed=1 batch=4 tail=5 seqlen_q=150 seqlen_k=140 num_heads_q=2 "
+      "head_dim=192 "
       "head_dim_v=128 seqused_q=1 seqused_k=1 causal=1 deterministic=1 dtype=float16",
-      "wide_terms: seqlen_q=100 seqlen_k=140 num_heads_q=2 num_heads_k=1 head_dim=160 head_dim_v=136 "
+      "head_dim_above_128_terms: seqlen_q=100 seqlen_k=140 num_heads_q=2 num_heads_k=1 head_dim=160 "
+      "head_dim_v=136 "
       "window_left=90 softcap=20 alibi=1 bias=1hqk sinks=1 dsinks=1 dropout_p=0.2 dtype=float16",
       "value_narrower: seqlen_q=33 seqlen_k=40 head_dim=256 head_dim_v=1",
 
       "magnitude_3: seqlen_q=100 seqlen_k=100 magnitude=3 causal=1 dtype=bfloat16",
+      "packed_127: packed=1 batch=127 tail=9 seqlen_q=20 seqlen_k=30 num_heads_q=2 dtype=bfloat16 causal=1",
+      "packed_128: packed=1 batch=128 seqlen_q=20 seqlen_k=30 num_heads_q=2 dtype=float16",
+      "packed_many: packed=1 batch=140 tail=5 seqlen_q=12 seqlen_k=9 num_heads_q=3 dtype=bfloat16 causal=1",
+
       // Scores that outgrow what came before by powers of two that a float does not have.
       "magnitude_20: num_heads_q=2 seqlen_q=150 seqlen_k=600 magnitude=20 dtype=bfloat16 causal=1",
       "magnitude_60: seqlen_q=150 seqlen_k=600 magnitude=60 dtype=bfloat16 head_dim=128 head_dim_v=128 "
@@ -252,6 +260,8 @@ std::vector<NamedCase> fixed_cases() {
       "head_dim=128 head_dim_v=128",
       "softcap_sometimes_high: seqlen_q=150 seqlen_k=200 num_heads_q=2 magnitude=6 softcap=50 dtype=float16 "
       "window_left=90",
+      "softcap_outgrown: seqlen_q=150 seqlen_k=512 num_heads_q=2 magnitude=6 softcap=50 dtype=bfloat16 "
+      "head_dim=64 head_dim_v=64",
       "softcap_large: seqlen_q=70 seqlen_k=90 softcap=1000000 dtype=float16",
       "softcap_dropout: seqlen_q=100 seqlen_k=130 magnitude=3 softcap=30 dropout_p=0.2 dtype=bfloat16 "
       "head_dim=128 head_dim_v=128",

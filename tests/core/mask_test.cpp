@@ -131,6 +131,9 @@ TEST(Mask, NarrowSaysTheSame) {
               EXPECT_EQ((Range{any.begin, any.end}), mask.keys_of_any({row, end}));
               EXPECT_EQ((Range{all.begin, all.end}), mask.keys_of_all({row, end}));
               for (const int key : {0, 64, seqlen_k / 2, seqlen_k}) {
+                const int past = std::min(seqlen_k, key + 128);
+                const NarrowMask::Range rows = narrow.rows_of_any({key, past});
+                EXPECT_EQ((Range{rows.begin, rows.end}), mask.rows_of_any({key, past}));
                 for (int i = 0; i < 16 && row + i < seqlen_q; i += 15) {
                   for (const int j : {0, 1, 127})
                     EXPECT_EQ(narrow.tile(row, key).sees(i, j), mask.tile(row, key).sees(i, j))

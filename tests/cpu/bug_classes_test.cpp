@@ -43,15 +43,16 @@ TEST_P(BugClass, Poison) { expect_right_all("poison_"); }
 TEST_P(BugClass, Strides) { expect_right_all("strides_"); }
 TEST_P(BugClass, Windows) { expect_right_all("window_"); }
 TEST_P(BugClass, Dropout) { expect_right_all("dropout_"); }
+TEST_P(BugClass, PackedBatches) { expect_right_all("packed_"); }
 TEST_P(BugClass, Everything) { expect_right_all("everything"); }
 
 // No fixed case that no test runs.
 TEST(BugClasses, EveryFixedCaseHasATest) {
   for (const auto& [name, c] : fixed_cases()) {
     bool known = false;
-    for (const char* prefix :
-         {"empty_", "tiny", "tall_", "wide_", "one_", "length_", "head_dim_", "qkv_192_128", "value_",
-          "magnitude_", "softcap_", "bias_", "poison_", "strides_", "window_", "dropout_", "everything"}) {
+    for (const char* prefix : {"empty_", "tiny", "tall_", "wide_", "one_", "length_", "head_dim_",
+                               "qkv_192_128", "value_", "magnitude_", "softcap_", "bias_", "poison_",
+                               "strides_", "window_", "dropout_", "packed_", "everything"}) {
       known = known || name.starts_with(prefix);
     }
     EXPECT_TRUE(known) << name;

@@ -1,7 +1,5 @@
 #include "cuda/plan/pack.h"
 
-#include <set>
-
 #include "cuda/plan/plan.h"
 
 namespace tessera::cuda {
@@ -19,10 +17,8 @@ PackEntry entry(const Config& config) {
 }
 
 void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
-  std::set<std::string> names;  // the tables have some tiles in common
   const auto add = [&](int head_dim, int head_dim_v, Terms terms) {
-    PackEntry one = entry(sm90_forward_config(type, head_dim, head_dim_v, terms));
-    if (names.insert(one.name).second) list.push_back(std::move(one));
+    list.push_back(entry(sm90_forward_config(type, head_dim, head_dim_v, terms)));
   };
   for (const int head_dim : {64, 96, 128, 192, 256}) add(head_dim, head_dim, Terms::plain);
   add(192, 128, Terms::plain);

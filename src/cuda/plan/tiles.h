@@ -82,7 +82,7 @@ inline constexpr std::array<Sm90BackwardTiles, 5> sm90_backward = {{
     { 96,        96,         64,     128,     3,        2,           1,        true,            false},
     {128,       128,         64,     128,     3,        2,           2,        true,            false},
     {192,       192,         64,      64,     3,        3,           2,        true,            true},
-    {256,       256,         64,      64,     2,        2,           2,        true,            true}}};
+    {256,       256,         64,      64,     2,        2,           4,        true,            true}}};
 // Softcap, ALiBi, bias and dropout want registers.
 inline constexpr std::array<Sm90BackwardTiles, 5> sm90_backward_terms = {{
     { 64,        64,         64,     128,     3,        2,           0,        true,            false},
