@@ -334,8 +334,10 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
 #pragma unroll
         for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, factor_of...);
       };
-      // Later blocks without a look at the maxima, if the scores are what they usually are.
-      constexpr bool capping = ScoreTerms::caps_in_exponent, at_once = capping || units == tile::Units::raw;
+      // Later blocks without a look at the maxima, if the scores are what they usually are. ALiBi's rise from
+      // block to block.
+      constexpr bool capping = ScoreTerms::caps_in_exponent,
+                     at_once = capping || (units == tile::Units::raw && !has(C.terms, Terms::alibi));
       if constexpr (at_once && !first) {
         if (softmax.ready && (!capping || cap.possible)) {
           hide();
