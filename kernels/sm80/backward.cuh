@@ -89,7 +89,7 @@ __device__ void backward(const AttentionParams& params) {
                 C.block_m <= threads);
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<C>*>(shared_bytes);
-  const int warp = ptx::warp_index(), lane = threadIdx.x % 32;
+  const int warp = ptx::warp_index();
   const int key_row = warp / C.split * 16, part = warp % C.split;  // of the block's keys; of what is shared
 
   // Where sums have an order, so have the blocks of threads: each waits only for earlier ones.

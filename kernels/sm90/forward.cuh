@@ -263,6 +263,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     tile::FragmentC s[1][n], acc_o[1][nv];
     tile::FragmentA p[n / 2];
     tile::Softmax<1> softmax;
+    bool ready = false;  // to make p before a block's maxima are known
     tile::clear(acc_o);
 
     // s = q k^T, in flight.
@@ -339,7 +340,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       constexpr bool capping = ScoreTerms::caps_in_exponent,
                      at_once = capping || (units == tile::Units::raw && !has(C.terms, Terms::alibi));
       if constexpr (at_once && !first) {
-        if (softmax.ready && (!capping || cap.possible)) {
+        if (ready && (!capping || cap.possible)) {
           hide();
           if constexpr (capping) {
             if (softmax.exponentiate_at_once(s, cap.highest, [&](float x) { return cap.factor(x); })) return;
@@ -370,7 +371,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         softmax.prepare(s, scale_log2, shrink);
         exponentiate();
       }
-      if constexpr (at_once) softmax.find_ready(scale_log2, capping ? 0.0f : -ptx::infinity);
+      if constexpr (at_once) ready = softmax.ready(scale_log2, capping ? 0.0f : -ptx::infinity);
     };
     const auto choose_kept = [&](int block) {
       if constexpr (has(C.terms, Terms::dropout)) {

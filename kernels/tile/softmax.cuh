@@ -16,9 +16,6 @@ struct Softmax {
 
   float reference[m][2];
   float row_sum[m][2];  // of this lane's columns
-  // Every row of the warp has a reference, and none so large that its rounding would show: a block's
-  // exponentials can be taken before its maxima are known.
-  bool ready = false;
 
   __device__ Softmax() {
 #pragma unroll
@@ -139,8 +136,9 @@ struct Softmax {
     exponentiate(s, i, [this](float) { return factor; });
   }
 
-  // Whether it is ready, now that a block's maxima are known; no reference may be below `least`.
-  __device__ __forceinline__ void find_ready(float scale, float least) {
+  // Whether every row of the warp has a reference, none of them below `least` nor so large that its rounding
+  // would show: then the next block's exponentials can be taken before its maxima are known.
+  [[nodiscard]] __device__ __forceinline__ bool ready(float scale, float least) const {
     bool all = true;
 #pragma unroll
     for (int i = 0; i < m; ++i) {
@@ -148,7 +146,7 @@ struct Softmax {
       for (int half = 0; half < 2; ++half)
         all = all && reference[i][half] >= least && fabsf(reference[i][half] * scale) <= largest;
     }
-    ready = __all_sync(~0u, all);
+    return __all_sync(~0u, all);
   }
 
   // A block's exponentials, from the references as they are. False: a row has outgrown its own, or a score is
