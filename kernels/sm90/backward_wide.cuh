@@ -10,14 +10,47 @@
 // The one computes while the other's products run. Nothing of a step is left to the next: so its buffers of q
 // and dout are filled again during all of the next.
 //
-// All else is that of backward.cuh.
+// All else is that of backward_work.cuh.
 #pragma once
 
-#include "sm90/backward.cuh"
+#include "sm90/backward_work.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragments.cuh"
 
 namespace tessera::sm90 {
 
 enum class Side { p, ds };
+
+// The warp's dq of a step is added at once.
+template <Sm90BackwardConfig C, int n>
+__device__ __forceinline__ void add_from_registers(const AttentionParams& params, BackwardShared<C>& shared,
+                                                   unsigned step, const tile::FragmentC (&dq)[n]) {
+  using Tiles = tile::DqTiles;
+  const bool ordered = params.turn != nullptr;
+  if (ordered) ptx::wait(shared.dq_there.empty, step % 2);
+  const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
+  const DqPart<C> part(params, group, warp);
+  const StepFacts& facts = shared.facts[step % C.row_stages()];
+  if (facts.first_query + part.row < facts.seqlen_q) {
+    float* to = facts.dq + part.offset(params);
+    const auto add = [&](bool whole) {
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+        if (whole || (j >= part.overlap && j - part.overlap < part.tiles))
+          Tiles::add(to + (whole ? j : j - part.overlap) * Tiles::size, dq[j]);
+      }
+    };
+    if (part.tiles == n) {
+      add(true);
+    } else {
+      add(false);
+    }
+  }
+  if (ordered) __threadfence();
+  __syncwarp();
+  if (ordered) release(shared.dq_there.full);
+  release(shared.rows_there[step % C.row_stages()].empty);
+}
 
 template <Sm90BackwardConfig C, Side side>
 __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, BackwardShared<C>& shared,
@@ -63,12 +96,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   const auto row_now = [&] { return ring_at<C.row_stages()>(step); };
   const auto facts = [&]() -> const StepFacts& { return shared.facts[row_now().stage]; };
   const auto warp_key = [&] { return facts().first_key + warp_row; };
-  const auto terms_of = [&] {
-    SequenceArg sequence{};
-    sequence.seqlen_q = facts().seqlen_q;
-    sequence.seqlen_k = facts().seqlen_k;
-    return tile::ScoreTerms<C.type, C.terms>(params, sequence, facts().b, facts().h);
-  };
+  const auto terms_of = [&] { return facts().template terms<C>(params); };
 
   // s = k q^T or dp = v dout^T, in flight.
   const auto issue_scores = [&] {
@@ -113,12 +141,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   const auto pass_dq = [&] {
     ptx::settle(dq);
     release(shared.ds_there[step % ds_stages].empty);
-    if constexpr (C.dq_direct) {
-      add_from_registers(params, shared, step, dq);
-    } else {
-      hand_over(shared, step, dq);
-      release(shared.rows_there[row_now().stage].empty);
-    }
+    add_from_registers(params, shared, step, dq);
   };
 
   const unsigned p_place = ptx::opaque(ptx::shared_address(shared.p[ptx::warp_index() % 4][0][lane]));

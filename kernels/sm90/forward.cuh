@@ -215,6 +215,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     leaving = false;
   };
 
+  // The next tile is found while the last product of this one runs.
   constexpr bool early = C.terms == Terms::plain && roomy;
   Schedule<C.block_m, C.block_n> schedule(all, shared.sequences);
   ForwardWork next = schedule.work();

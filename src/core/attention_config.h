@@ -88,14 +88,14 @@ struct Sm90BackwardConfig {
   // is made behind all of dv), and whether ds, as an operand of dk, is kept or read from shared memory.
   int dv_parts;
   bool ds_in_registers;
-  bool dq_direct;  // dq is added from registers, not by way of shared memory
   Terms terms;
-
-  // Buffers of lse, delta and where dq lies, which is needed a step later.
-  [[nodiscard]] constexpr int row_stages() const { return dq_direct ? 3 : 2; }
 
   // Two warpgroups have the same keys: the one their dv, the other their dk.
   [[nodiscard]] constexpr bool wide() const { return head_dim > 128 || head_dim_v > 128; }
+  // Then dq is added from registers, for shared memory has no room for it.
+  [[nodiscard]] constexpr bool dq_direct() const { return wide(); }
+  // Buffers of lse, delta and where dq lies, which is needed a step later.
+  [[nodiscard]] constexpr int row_stages() const { return dq_direct() ? 3 : 2; }
   [[nodiscard]] constexpr int consumers() const { return wide() ? 2 : block_n / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
   [[nodiscard]] constexpr int producer_registers() const { return 24; }

@@ -62,9 +62,9 @@ std::string spelled(const BackwardConfig& c) {
                 spelled(c.kv_in_registers), spelled(c.aligned), spelled(c.terms).c_str());
 }
 std::string spelled(const Sm90BackwardConfig& c) {
-  return format("Sm90BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
+  return format("Sm90BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
-                spelled(c.ds_in_registers), spelled(c.dq_direct), spelled(c.terms).c_str());
+                spelled(c.ds_in_registers), spelled(c.terms).c_str());
 }
 std::string spelled(const DbiasConfig& c) {
   return format("DbiasConfig{%s, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim, c.head_dim_v, c.block,
@@ -111,6 +111,13 @@ int tile_width(int head_dim) {
 template <class Rows>
 auto row_for(const Rows& rows, int head_dim) {
   return *std::find_if(rows.begin(), rows.end(), [&](const auto& row) { return head_dim <= row.head_dim; });
+}
+// Of Hopper's, that has room for both.
+template <class Rows>
+auto row_for(const Rows& rows, int head_dim, int head_dim_v) {
+  return *std::find_if(rows.begin(), rows.end(), [&](const auto& row) {
+    return head_dim <= row.head_dim && head_dim_v <= row.head_dim_v;
+  });
 }
 // ALiBi is where the sum of q k^T begins: it needs hardly more registers, and on sm_90, which has its uniform
 // ones beside them, none.
@@ -177,9 +184,9 @@ std::string kernel_name(const BackwardConfig& c) {
                 c.kv_in_registers ? "kv" : "", terms_name(c.terms).c_str(), aligned_name(c.aligned));
 }
 std::string kernel_name(const Sm90BackwardConfig& c) {
-  return format("tessera_sm90_backward_%s_d%dx%d_m%dn%dq%do%dv%d%s%s_%s", type_name(c.type), c.head_dim,
+  return format("tessera_sm90_backward_%s_d%dx%d_m%dn%dq%do%dv%d%s_%s", type_name(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
-                c.ds_in_registers ? "r" : "", c.dq_direct ? "d" : "", terms_name(c.terms).c_str());
+                c.ds_in_registers ? "r" : "", terms_name(c.terms).c_str());
 }
 std::string kernel_name(const DbiasConfig& c) {
   return format("tessera_sm80_dbias_%s_d%dx%d_b%d_%s%s", type_name(c.type), c.head_dim, c.head_dim_v, c.block,
@@ -247,7 +254,7 @@ int shared_of(const Sm90BackwardConfig& c) {
   constexpr int ds_stages = 2, facts = 48;
   const int keys = c.block_n * (c.head_dim + c.head_dim_v);
   const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
-  const int ds = ds_stages * c.block_m * c.block_n, dq = c.dq_direct ? 0 : c.consumers() * 64 * c.dq_cols();
+  const int ds = ds_stages * c.block_m * c.block_n, dq = c.dq_direct() ? 0 : c.consumers() * 64 * c.dq_cols();
   const int p = c.wide() ? c.block_m * c.block_n : 0;
   const int rows = c.row_stages() * (2 * c.block_m * 4 + facts) + 8;
   const int barriers = (1 + c.q_stages + c.dout_stages + c.row_stages() + 1 + 1 + ds_stages) * 2 * 8;
@@ -302,9 +309,7 @@ Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, T
                      : has(terms, Terms::bias)    ? sm90_forward_bias
                      : terms != Terms::plain      ? sm90_forward_terms
                                                   : sm90_forward;
-  const Sm90ForwardTiles tiles = *std::find_if(rows.begin(), rows.end(), [&](const Sm90ForwardTiles& row) {
-    return head_dim <= row.head_dim && head_dim_v <= row.head_dim_v;
-  });
+  const Sm90ForwardTiles tiles = row_for(rows, head_dim, head_dim_v);
   return {type,           tile_width(head_dim), tile_width(head_dim_v),
           tiles.block_m,  tiles.block_n,        tiles.stages,
           tiles.q_stages, tiles.turns,          terms};
@@ -314,27 +319,13 @@ Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
                              static_cast<int>(problem.head_dim_v), terms_of(problem));
 }
 
-std::optional<Sm90BackwardConfig> sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms) {
-  const auto find = [&](const auto& rows) -> std::optional<Sm90BackwardConfig> {
-    for (const Sm90BackwardTiles& tiles : rows) {
-      if (head_dim > tiles.head_dim || head_dim_v > tiles.head_dim_v) continue;
-      return Sm90BackwardConfig{type,
-                                tile_width(head_dim),
-                                tile_width(head_dim_v),
-                                tiles.block_m,
-                                tiles.block_n,
-                                tiles.q_stages,
-                                tiles.dout_stages,
-                                tiles.dv_parts,
-                                tiles.ds_in_registers,
-                                tiles.dq_direct,
-                                terms};
-    }
-    return {};
-  };
-  return terms == Terms::plain ? find(sm90_backward) : find(sm90_backward_terms);
+Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms) {
+  const Sm90BackwardTiles tiles =
+      row_for(terms == Terms::plain ? sm90_backward : sm90_backward_terms, head_dim, head_dim_v);
+  return {type,           tile_width(head_dim), tile_width(head_dim_v), tiles.block_m,         tiles.block_n,
+          tiles.q_stages, tiles.dout_stages,    tiles.dv_parts,         tiles.ds_in_registers, terms};
 }
-std::optional<Sm90BackwardConfig> sm90_backward_config(const Problem& problem) {
+Sm90BackwardConfig sm90_backward_config(const Problem& problem) {
   return sm90_backward_config(half_of(problem), static_cast<int>(problem.head_dim),
                               static_cast<int>(problem.head_dim_v),
                               without(terms_of(problem), Terms::wide_bias));

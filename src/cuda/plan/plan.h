@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "core/attention_config.h"
@@ -64,9 +63,8 @@ struct SmallConfig {
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
 
 // Nothing where Hopper's backward kernel has no tiles.
-[[nodiscard]] std::optional<Sm90BackwardConfig> sm90_backward_config(Half type, int head_dim, int head_dim_v,
-                                                                     Terms terms);
-[[nodiscard]] std::optional<Sm90BackwardConfig> sm90_backward_config(const Problem& problem);
+[[nodiscard]] Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms);
+[[nodiscard]] Sm90BackwardConfig sm90_backward_config(const Problem& problem);
 
 [[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem);
 [[nodiscard]] BackwardConfig backward_config(const DeviceLimits& limits, const Problem& problem);

@@ -40,7 +40,7 @@ struct Sm90ForwardTiles {
 struct Sm90BackwardTiles {
   int head_dim, head_dim_v;  // up to
   int block_m, block_n, q_stages, dout_stages, dv_parts;
-  bool ds_in_registers, dq_direct;
+  bool ds_in_registers;
 };
 
 // clang-format off
@@ -76,20 +76,20 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_wide_bias = {{
     {192,       192,        128,      64,     2,      1,        false},
     {256,       256,        128,      64,     2,      1,        false}}};
 
-//    head_dim  head_dim_v  block_m  block_n  q_stages  dout_stages  dv_parts  ds_in_registers  dq_direct
+//    head_dim  head_dim_v  block_m  block_n  q_stages  dout_stages  dv_parts  ds_in_registers
 inline constexpr std::array<Sm90BackwardTiles, 5> sm90_backward = {{
-    { 64,        64,        128,     128,     3,        2,           4,        false,           false},
-    { 96,        96,         64,     128,     3,        2,           1,        true,            false},
-    {128,       128,         64,     128,     3,        2,           2,        true,            false},
-    {192,       192,         64,      64,     3,        3,           2,        true,            true},
-    {256,       256,         64,      64,     2,        2,           4,        true,            true}}};
+    { 64,        64,        128,     128,     3,        2,           4,        false},
+    { 96,        96,         64,     128,     3,        2,           1,        true},
+    {128,       128,         64,     128,     3,        2,           2,        true},
+    {192,       192,         64,      64,     3,        3,           2,        true},
+    {256,       256,         64,      64,     2,        2,           4,        true}}};
 // Softcap, ALiBi, bias and dropout want registers.
 inline constexpr std::array<Sm90BackwardTiles, 5> sm90_backward_terms = {{
-    { 64,        64,         64,     128,     3,        2,           0,        true,            false},
-    { 96,        96,         64,     128,     3,        2,           0,        true,            false},
-    {128,       128,         64,     128,     3,        2,           0,        true,            false},
-    {192,       192,         64,      64,     3,        3,           2,        true,            true},
-    {256,       256,         64,      64,     2,        2,           2,        true,            true}}};
+    { 64,        64,         64,     128,     3,        2,           0,        true},
+    { 96,        96,         64,     128,     3,        2,           0,        true},
+    {128,       128,         64,     128,     3,        2,           0,        true},
+    {192,       192,         64,      64,     3,        3,           2,        true},
+    {256,       256,         64,      64,     2,        2,           2,        true}}};
 
 // sm_90, and what came after with as much shared memory.
 inline constexpr TileTable sm90_tiles = {
