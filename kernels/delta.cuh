@@ -52,7 +52,7 @@ __device__ void delta(const AttentionParams& params) {
     for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
     if (!there || lane != 0) continue;
     // Nothing depends on a row that sees nothing: not even on the NaN that autograd makes of its lse.
-    if (params.dlse.data != nullptr && tile::lse_of_row(params, b, h, row) != -ptx::infinity) {
+    if (params.dlse.data != nullptr && *tile::lse_of_row(params, b, h, row) != -ptx::infinity) {
       sum -= static_cast<const float*>(
           params.dlse.data)[b * params.dlse.batch + h * params.dlse.head + row * params.dlse.seq];
     }
@@ -71,7 +71,7 @@ __device__ void dsinks(const AttentionParams& params) {
     const SequenceArg sequence = params.sequence(b);
     for (int i = threadIdx.x; i < sequence.seqlen_q; i += threads) {
       const int row = sequence.q_begin + i;
-      const float lse = tile::lse_of_row(params, b, h, row);
+      const float lse = *tile::lse_of_row(params, b, h, row);
       if (lse > -ptx::infinity || lse != lse)
         sum -= ptx::exp2((sink - lse) * ptx::log2_e) * params.delta[tile::delta_index(params, b, h, row)];
     }

@@ -142,7 +142,7 @@ __device__ void backward(const AttentionParams& params) {
     if (threadIdx.x < C.block_m) {
       const int query = first_query + threadIdx.x;
       const bool there = query < sequence.seqlen_q;
-      next_lse = there ? tile::lse_of_row(params, b, h, sequence.q_begin + query) : ptx::infinity;
+      next_lse = there ? *tile::lse_of_row(params, b, h, sequence.q_begin + query) : ptx::infinity;
       next_delta = there ? params.delta[tile::delta_index(params, b, h, sequence.q_begin + query)] : 0.0f;
     }
   };

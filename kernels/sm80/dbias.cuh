@@ -69,7 +69,7 @@ __device__ void dbias(const AttentionParams& params) {
       const int row = sequence.q_begin + first_query + threadIdx.x;
       const bool there = static_cast<int>(threadIdx.x) < queries;
       shared.lse[threadIdx.x] =
-          tile::lse_for_p<C.terms>(there ? tile::lse_of_row(params, b, h, row) : ptx::infinity);
+          tile::lse_for_p<C.terms>(there ? *tile::lse_of_row(params, b, h, row) : ptx::infinity);
       shared.delta[threadIdx.x] = there ? params.delta[tile::delta_index(params, b, h, row)] : 0.0f;
     }
     cute::cp_async_wait<0>();

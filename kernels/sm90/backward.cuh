@@ -30,7 +30,6 @@ __device__ __forceinline__ void hand_over(BackwardShared<C>& shared, unsigned st
   ptx::wait(shared.dq_there.empty, step % 2 ^ 1);  // the first time at once
 #pragma unroll
   for (int j = 0; j < n; ++j) ptx::store(place + j * tile::DqTiles::size * 4, dq[j]);
-  ptx::publish_shared();
   __syncwarp();
   release(shared.dq_there.full);
 }

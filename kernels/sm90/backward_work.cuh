@@ -1,6 +1,6 @@
 // Hopper's backward, all but the products: which keys a block of threads has, the steps of its loop, what
 // lies in shared memory, and the warps beside those that compute. One thread asks TMA for tiles, one warp
-// brings lse and delta, one thread what else there is to know of a step, and one warp has dq added.
+// brings lse, one delta and what else there is to know of a step, and one has dq added.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -163,10 +163,27 @@ __device__ __forceinline__ void load_tiles(const Sm90BackwardParams& all, Backwa
   }
 }
 
-// One warp: brings lse and delta of a step. It also clears what TMA read behind a sequence's end;
+// A warp brings a number of each query, of which some are there. All loads before the first store: one after
+// the other they would take longer than a step.
+template <int queries, class AsNeeded>
+__device__ __forceinline__ void bring_rows(float (&to)[queries], int there, float otherwise, const float* from,
+                                           long long stride, const AsNeeded& as_needed) {
+  const int lane = threadIdx.x % 32;
+  float rows[queries / 32];
+  from += lane * stride;
+#pragma unroll
+  for (int i = 0; i < queries / 32; ++i) {
+    rows[i] = i * 32 + lane < there ? *from : otherwise;
+    from += 32 * stride;
+  }
+#pragma unroll
+  for (int i = 0; i < queries / 32; ++i) to[i * 32 + lane] = as_needed(rows[i]);
+}
+
+// One warp: brings lse of a step. It also clears what TMA read behind a sequence's end;
 // consumers wait for it before they touch a step's tiles.
 template <Sm90BackwardConfig C>
-__device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+__device__ __forceinline__ void load_lse(const Sm90BackwardParams& all, BackwardShared<C>& shared,
                                           const BackwardWork& work) {
   const AttentionParams& params = all.attention;
   const SequenceArg& sequence = work.sequence;
@@ -186,14 +203,9 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
     const RingPlace row = ring_at<C.row_stages()>(step);
     const int first_query = at.m_block * C.block_m, queries = sequence.seqlen_q - first_query;
     ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
-#pragma unroll
-    for (int i = threadIdx.x % 32; i < C.block_m; i += 32) {
-      const int from = sequence.q_begin + first_query + i;
-      const bool there = i < queries;
-      const float lse = there ? tile::lse_of_row(params, work.b, at.h, from) : ptx::infinity;
-      shared.lse[row.stage][i] = tile::lse_for_p<C.terms>(lse);
-      shared.delta[row.stage][i] = there ? params.delta[tile::delta_index(params, work.b, at.h, from)] : 0.0f;
-    }
+    bring_rows<C.block_m>(shared.lse[row.stage], queries, ptx::infinity,
+                          tile::lse_of_row(params, work.b, at.h, sequence.q_begin + first_query),
+                          params.lse.seq, [](float lse) { return tile::lse_for_p<C.terms>(lse); });
     if ((params.packed() || params.seqused_q != nullptr) && (runs_ahead || queries < C.block_m)) {
       const RingPlace q = ring_at<C.q_stages>(step), dout = ring_at<C.dout_stages>(step);
       ptx::wait(shared.q_there[q.stage].full, q.parity);
@@ -207,9 +219,9 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
   }
 }
 
-// One thread: the facts of a step.
+// One warp: brings delta of a step, and what else there is to know of it.
 template <Sm90BackwardConfig C>
-__device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+__device__ __forceinline__ void load_facts(const Sm90BackwardParams& all, BackwardShared<C>& shared,
                                            const BackwardWork& work) {
   const AttentionParams& params = all.attention;
   const SequenceArg& sequence = work.sequence;
@@ -218,15 +230,21 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
     const RingPlace row = ring_at<C.row_stages()>(step);
     const int first_query = at.m_block * C.block_m, tile_row = first_query / tile::DqTiles::rows;
     ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
-    shared.facts[row.stage] = {
-        all.mask(sequence).tile(first_query, work.first_key),
-        first_query,
-        work.first_key,
-        work.b,
-        at.h,
-        sequence.seqlen_q,
-        sequence.seqlen_k,
-        C.dq_direct() ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
+    if (threadIdx.x % 32 == 0) {
+      shared.facts[row.stage] = {
+          all.mask(sequence).tile(first_query, work.first_key),
+          first_query,
+          work.first_key,
+          work.b,
+          at.h,
+          sequence.seqlen_q,
+          sequence.seqlen_k,
+          C.dq_direct() ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
+    }
+    bring_rows<C.block_m>(
+        shared.delta[row.stage], sequence.seqlen_q - first_query, 0.0f,
+        params.delta + tile::delta_index(params, work.b, at.h, sequence.q_begin + first_query), 1,
+        [](float delta) { return delta; });
     ptx::arrive(shared.rows_there[row.stage].full);
   }
 }
@@ -294,6 +312,7 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
       if (lane == 0) ptx::arrive(shared.dq_there.empty);
       ptx::wait(shared.dq_there.full, parity);
     } else {
+      ptx::publish_shared();
       const int first_query = at.m_block * C.block_m;
       if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
         ptx::add_bulk(
@@ -351,7 +370,7 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
     shared.v_full.init(1);
     init(shared.q_there, 1);
     init(shared.dout_there, 1);
-    init(shared.rows_there, 32 + 1);
+    init(shared.rows_there, 2 * 32);
     shared.dq_there.full.init(C.consumers() * 4);
     shared.dq_there.empty.init(1);
     shared.p_there.full.init(4);
@@ -364,9 +383,9 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
   if (helper >= 0) {
     cutlass::arch::warpgroup_reg_dealloc<C.producer_registers()>();
     if (helper == 0 && threadIdx.x % 32 == 0) load_tiles<C>(params, shared, work);
-    if (helper == 1) load_rows<C>(params, shared, work);
+    if (helper == 1) load_lse<C>(params, shared, work);
     if (helper == 2) add_dq<C>(params, shared, work);
-    if (helper == 3 && threadIdx.x % 32 == 0) find_facts<C>(params, shared, work);
+    if (helper == 3) load_facts<C>(params, shared, work);
   } else {
     cutlass::arch::warpgroup_reg_alloc<C.consumer_registers()>();
     consume(params, shared, work);

@@ -131,9 +131,9 @@ __device__ __forceinline__ void store_number(void* data, long long index, bool w
   }
 }
 
-[[nodiscard]] __device__ inline float lse_of_row(const AttentionParams& params, int b, int h, int row) {
-  return static_cast<const float*>(
-      params.lse.data)[b * params.lse.batch + h * params.lse.head + row * params.lse.seq];
+[[nodiscard]] __device__ inline const float* lse_of_row(const AttentionParams& params, int b, int h, int row) {
+  return static_cast<const float*>(params.lse.data) + b * params.lse.batch + h * params.lse.head +
+         row * params.lse.seq;
 }
 // Where the delta of a row lies. row counts within the batch entry, or all packed rows.
 [[nodiscard]] __device__ inline long long delta_index(const AttentionParams& params, int b, int h, int row) {
