@@ -166,8 +166,8 @@ __device__ __forceinline__ void load_tiles(const Sm90BackwardParams& all, Backwa
 // A warp brings a number of each query, of which some are there. All loads before the first store: one after
 // the other they would take longer than a step.
 template <int queries, class AsNeeded>
-__device__ __forceinline__ void bring_rows(float (&to)[queries], int there, float otherwise, const float* from,
-                                           long long stride, const AsNeeded& as_needed) {
+__device__ __forceinline__ void bring_rows(float (&to)[queries], int there, float otherwise,
+                                           const float* from, long long stride, const AsNeeded& as_needed) {
   const int lane = threadIdx.x % 32;
   float rows[queries / 32];
   from += lane * stride;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void bring_rows(float (&to)[queries], int there, floa
 // consumers wait for it before they touch a step's tiles.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void load_lse(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                          const BackwardWork& work) {
+                                         const BackwardWork& work) {
   const AttentionParams& params = all.attention;
   const SequenceArg& sequence = work.sequence;
   // Fewer buffers of tiles than of rows: a parity tells two uses of a buffer apart, not three, so it waits

@@ -264,7 +264,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     tile::FragmentC s[1][n], acc_o[1][nv];
     tile::FragmentA p[n / 2];
     tile::Softmax<1> softmax;
-    bool ready = false;  // to make p before a block's maxima are known
+    // To make p before a block's maxima are known, below a limit. Where scores rise from block to block it is
+    // given up for the rest of the tile.
+    bool ready = false;
+    int chances = 4;
+    float limit[1][2] = {{1 << static_cast<int>(softmax.slack), 1 << static_cast<int>(softmax.slack)}};
     tile::clear(acc_o);
 
     // s = q k^T, in flight.
@@ -344,10 +348,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         if (ready && (!capping || cap.possible)) {
           hide();
           if constexpr (capping) {
-            if (softmax.exponentiate_at_once(s, cap.highest, [&](float x) { return cap.factor(x); })) return;
+            if (softmax.exponentiate_at_once(s, limit, [&](float x) { return cap.factor(x); })) return;
           } else {
-            if (softmax.exponentiate_at_once(s, ptx::infinity)) return;
+            if (softmax.exponentiate_at_once(s, limit)) return;
           }
+          --chances;
           compute_again(block);
         }
       }
@@ -372,7 +377,9 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         softmax.prepare(s, scale_log2, shrink);
         exponentiate();
       }
-      if constexpr (at_once) ready = softmax.ready(scale_log2, capping ? 0.0f : -ptx::infinity);
+      if constexpr (at_once)
+        ready = chances > 0 && softmax.ready(scale_log2, capping ? cap.least : -ptx::infinity);
+      if constexpr (capping) softmax.limits(cap.highest, limit);
     };
     const auto choose_kept = [&](int block) {
       if constexpr (has(C.terms, Terms::dropout)) {

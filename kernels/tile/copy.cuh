@@ -131,7 +131,8 @@ __device__ __forceinline__ void store_number(void* data, long long index, bool w
   }
 }
 
-[[nodiscard]] __device__ inline const float* lse_of_row(const AttentionParams& params, int b, int h, int row) {
+[[nodiscard]] __device__ inline const float* lse_of_row(const AttentionParams& params, int b, int h,
+                                                        int row) {
   return static_cast<const float*>(params.lse.data) + b * params.lse.batch + h * params.lse.head +
          row * params.lse.seq;
 }

@@ -122,10 +122,11 @@ struct DropoutShared<false, threads, m, n> {};
 // two.
 //
 // It is tanh to 2e-6 of itself while softmax_scale * s <= 0.32 softcap, and falls without bound below -0.32
-// softcap, where tanh does not. That does not show if the row has a score of 0 or more: then such a key's p
-// is off by less than 1e-8 of the largest, for softcap >= 30. -inf stays -inf.
+// softcap, where tanh does not. That does not show if the row has a score of -2 or more: then such a key's p
+// is off by less than 1e-7 of the largest, for softcap >= 30. -inf stays -inf.
 struct CapInExponent {
   static constexpr float up_to = 0.32f;
+  static constexpr float least = -2.0f * ptx::log2_e;  // that a row's largest score may be
   float inner, c0, c1, c2;
   bool possible;
   float highest;  // what it makes of the largest score that it is for; it rises with the score
@@ -153,7 +154,7 @@ struct CapInExponent {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float most = maximum[i][half];
-        all = all && most * inner <= up_to && fmaxf(most, reference[i][half]) >= 0.0f;
+        all = all && most * inner <= up_to && fmaxf(most * c0, reference[i][half]) >= least;
       }
     }
     return __all_sync(~0u, all);

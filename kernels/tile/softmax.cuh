@@ -149,14 +149,24 @@ struct Softmax {
     return __all_sync(~0u, all);
   }
 
-  // A block's exponentials, from the references as they are. False: a row has outgrown its own, or a score is
-  // above 2^highest in p's units: s is lost, and nothing is added to row_sum.
+  // What p may come to without its maxima: 2^slack, and no more than 2^highest says in a score's units.
+  __device__ __forceinline__ void limits(float highest, float (&limit)[m][2]) const {
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        limit[i][half] = ptx::exp2(fminf(slack, highest - offset[i][half]));
+    }
+  }
+
+  // A block's exponentials, from the references as they are. False: one of them reaches its row's limit: s is
+  // lost, and nothing is added to row_sum.
   template <int n, class... FactorOf>
-  __device__ __forceinline__ bool exponentiate_at_once(FragmentC (&s)[m][n], float highest,
+  __device__ __forceinline__ bool exponentiate_at_once(FragmentC (&s)[m][n], const float (&limit)[m][2],
                                                        const FactorOf&... factor_of) {
     float sum[m][2];
     exponentiate_all(s, sum, factor_of...);
-    if (!__all_sync(~0u, below(sum, highest))) {
+    if (!__all_sync(~0u, below(sum, limit))) {
       // Many that are small come to as much as one that is not.
       float most[m][2];
 #pragma unroll
@@ -169,7 +179,7 @@ struct Softmax {
             most[i][half] = fmaxf(most[i][half], fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
         }
       }
-      if (!__all_sync(~0u, below(most, highest))) return false;
+      if (!__all_sync(~0u, below(most, limit))) return false;
     }
 #pragma unroll
     for (int i = 0; i < m; ++i) {
@@ -212,17 +222,11 @@ struct Softmax {
   }
 
  private:
-  // Whether no p can have left the slack, nor be above 2^highest.
-  [[nodiscard]] __device__ __forceinline__ bool below(const float (&p)[m][2], float highest) const {
-    constexpr float limit = 1 << static_cast<int>(slack);
+  [[nodiscard]] static __device__ __forceinline__ bool below(const float (&p)[m][2],
+                                                             const float (&limit)[m][2]) {
     bool all = true;
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        all = all && p[i][half] < limit &&
-              (highest == ptx::infinity || p[i][half] < ptx::exp2(highest - offset[i][half]));
-    }
+    for (int i = 0; i < m; ++i) all = all & (p[i][0] < limit[i][0]) & (p[i][1] < limit[i][1]);
     return all;
   }
 

@@ -262,6 +262,10 @@ std::vector<NamedCase> fixed_cases() {
       "window_left=90",
       "softcap_outgrown: seqlen_q=150 seqlen_k=512 num_heads_q=2 magnitude=6 softcap=50 dtype=bfloat16 "
       "head_dim=64 head_dim_v=64",
+      "softcap_many_keys: seqlen_q=300 seqlen_k=900 num_heads_q=2 softcap=30 dtype=bfloat16 causal=1 "
+      "head_dim=128 head_dim_v=128",
+      "softcap_many_keys_rising: seqlen_q=600 seqlen_k=700 magnitude=3 softcap=30 dtype=float16 causal=1 "
+      "window_left=400",
       "softcap_large: seqlen_q=70 seqlen_k=90 softcap=1000000 dtype=float16",
       "softcap_dropout: seqlen_q=100 seqlen_k=130 magnitude=3 softcap=30 dropout_p=0.2 dtype=bfloat16 "
       "head_dim=128 head_dim_v=128",

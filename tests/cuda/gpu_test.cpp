@@ -100,6 +100,38 @@ TEST_P(Gpu, APreparedCallCompilesNothing) {
   }
 }
 
+// ---- Numbers that are none.
+
+// A key that is NaN or infinite reaches no query that does not see it, in whichever block of keys it comes,
+// and NaN every one that does.
+TEST_P(Gpu, SpoiledKeysReachThoseWhoSeeThem) {
+  constexpr std::int64_t length = 600;
+  for (const char* options : {"", " softcap=30"}) {
+    for (const int head_dim : {64, 128, 256}) {
+      for (const std::int64_t key : {3, 300, 590}) {
+        for (const double spoiled : {std::nan(""), double{INFINITY}}) {
+          Case c = forced("seqlen_q=600 seqlen_k=600 causal=1 dtype=bfloat16" + std::string(options));
+          c.head_dim = c.head_dim_v = head_dim;
+          SCOPED_TRACE(to_string(c) + ", key " + std::to_string(key) + " " + std::to_string(spoiled));
+          Tensors tensors(c);
+          tensors.k.set(key * head_dim + 1, spoiled);
+          const Resident device(tensors);
+          device.run();
+          device.download(tensors, nullptr);
+          for (std::int64_t row = 0; row < length; ++row) {
+            const double o = tensors.o.get(row * head_dim), lse = tensors.lse.get(row);
+            if (row < key) {
+              ASSERT_TRUE(std::isfinite(o) && std::isfinite(lse)) << row << ": " << o << ", " << lse;
+            } else if (std::isnan(spoiled)) {
+              ASSERT_TRUE(std::isnan(o) && std::isnan(lse)) << row << ": " << o << ", " << lse;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 // ---- Streams, threads, contexts.
 
 // The stream is busy when the call comes: whatever were put on another stream would come too early, and meet

@@ -307,6 +307,7 @@ DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, in
 Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms) {
   const auto& rows = has(terms, Terms::wide_bias) ? sm90_forward_wide_bias
                      : has(terms, Terms::bias)    ? sm90_forward_bias
+                     : has(terms, Terms::dropout) ? sm90_forward_dropout
                      : terms != Terms::plain      ? sm90_forward_terms
                                                   : sm90_forward;
   const Sm90ForwardTiles tiles = row_for(rows, head_dim, head_dim_v);

@@ -52,14 +52,20 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward = {{
     {192,       128,        128,     128,     2,      1,        true},
     {192,       192,        128,     112,     2,      1,        false},
     {256,       256,        128,      64,     2,      1,        false}}};
-// Softcap, ALiBi and dropout want registers, and dropout's masks are made for 32 keys at a time and 128 at most.
+// Softcap and ALiBi want registers.
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_terms = {{
-    { 64,        64,        192,      64,     4,      2,        false},
+    { 64,        64,        256,      64,     4,      2,        false},
     { 96,        96,        128,     128,     2,      2,        true},
     {128,       128,        128,     128,     2,      2,        true},
     {192,       128,        128,     128,     2,      1,        true},
     {192,       192,        128,      96,     2,      1,        false},
     {256,       256,        128,      64,     2,      1,        false}}};
+// So does dropout; its masks are made for 32 keys at a time and 128 at most.
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_dropout = [] {
+  std::array<Sm90ForwardTiles, 6> rows = sm90_forward_terms;
+  rows[0].block_m = 192;
+  return rows;
+}();
 // A bias comes in rows of 16 pieces at most: 128 keys, or 64 of float32.
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_bias = {{
     { 64,        64,        192,      64,     4,      2,        false},
