@@ -7,6 +7,8 @@ through three sets; a turn is timed by CUDA events, behind a kernel that keeps t
 queued. A cell's ratio is the median over the turns of their time by ours: flash's for the mma.sync kernels;
 for Hopper's own the best peer's, cuDNN's or FlashAttention-3's, which is known by its ratio to cuDNN.
 
+With --deterministic backward is timed in that mode, too, beside the default: its speed by the default's.
+
 Every cell is checked first, against attention in float32 on a slice and against the flash backend everywhere.
 Then: what each option costs, workspace sizes, JIT times. Prints a row a cell and whether each goal is met;
 writes JSON and a plot.
@@ -52,6 +54,8 @@ GOALS = {  # against whom
     "flash": Goal({64: 1.0, 128: 1.0, 256: 0.95}, 0.9),
     "best": Goal({64: 1.0, 128: 1.0, 256: 1.0}, 0.93),
 }
+ORDERED = "ordered"  # the side that is backward in deterministic mode
+ORDERED_GOAL = 0.9  # its speed by the default's
 FA3 = Path(__file__).with_name("fa3-over-cudnn-h200.json")
 
 
@@ -74,6 +78,7 @@ class Cell:
         default_factory=dict
     )  # library -> time of whom it is against / its, median of the turns
     kernels: dict[str, str] = field(default_factory=dict)
+    ordered: float | None = None  # deterministic mode's speed by the default's, of the first library
     error: str = ""
 
     @property
@@ -156,6 +161,11 @@ def measure(cell: Cell, libraries: dict[str, Library], kernel: str, args: argpar
         name: [Ours(library, data, args.directions, causal=cell.causal, kernel=kernel) for data in sets]
         for name, library in libraries.items()
     }
+    if args.deterministic:
+        library = next(iter(libraries.values()))
+        ours[ORDERED] = [
+            Ours(library, data, causal=cell.causal, kernel=kernel, deterministic=1) for data in sets
+        ]
     theirs: dict[str, list[Theirs]] = {}
     for backend in BACKENDS:
         try:
@@ -176,17 +186,21 @@ def measure(cell: Cell, libraries: dict[str, Library], kernel: str, args: argpar
     for direction in args.directions:
         result = Cell(cell.head_dim, cell.causal, cell.seqlen, direction)
         result.error = "; ".join(f"{name}: {wrong}" for name, wrong in errors.items())
-        sides = {name: [getattr(each, direction).run for each in sets_] for name, sets_ in ours.items()}
-        for name, each in ours.items():
-            for one in each:
+        shown = [name for name in ours if name != ORDERED or direction == "backward"]
+        sides = {name: [getattr(each, direction).run for each in ours[name]] for name in shown}
+        for name in shown:
+            for one in ours[name]:
                 one.forward.run()  # o and lse, for backward
-            result.kernels[name] = libraries[name].last_kernel()
+            if name in libraries:
+                result.kernels[name] = libraries[name].last_kernel()
         sides |= {name: [getattr(each, direction) for each in sets_] for name, sets_ in theirs.items()}
         seconds = alternate(sides, args.turns)
         result.seconds = {name: statistics.median(turns) for name, turns in seconds.items()}
         peer, faster = ("flash", 1.0) if args.against == "flash" else ("cudnn", best_over_cudnn(result))
         if peer in seconds:
-            result.ratios = {name: median_ratio(seconds[peer], seconds[name]) / faster for name in ours}
+            result.ratios = {name: median_ratio(seconds[peer], seconds[name]) / faster for name in libraries}
+        if ORDERED in seconds:
+            result.ordered = median_ratio(seconds[next(iter(libraries))], seconds[ORDERED])
         cells.append(result)
     return cells
 
@@ -210,6 +224,9 @@ def figures_of(cells: list[Cell], name: str, against: str) -> list[dict[str, obj
         worst = min(rated, key=lambda c: c.ratios[name])
         where = f"{worst.direction} d{worst.head_dim}{' causal' if worst.causal else ''} {worst.seqlen}"
         figures.append(figure_of(f"worst cell / {against} ({where})", worst.ratios[name], ">=", goal.floor))
+    if ordered := [c.ordered for c in cells if c.ordered is not None]:
+        what = "backward, deterministic / default, geometric mean"
+        figures.append(figure_of(what, geometric_mean(ordered), ">=", ORDERED_GOAL))
     return figures
 
 
@@ -233,6 +250,8 @@ def print_row(cells: list[Cell], names: list[str], floor: float) -> None:
         text += " |     " + " ".join(f"{cell.tflops(side):8.0f}" for side in [*names, "flash", "cudnn"])
         ratios = [cell.ratios.get(name, math.nan) for name in names]
         text += " " + " ".join(f"{r:5.2f}{'!' if r < floor else ' '}" for r in ratios)
+        if cell.ordered is not None:
+            text += f" deterministic {cell.ordered:.2f}"
     print(text + (f"  WRONG: {one.error}" if one.error else ""), flush=True)
 
 
@@ -315,6 +334,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seqlen", type=numbers, dest="seqlens", help="512,1024,2048,4096,8192,16384")
     parser.add_argument("--causal", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--turns", type=int, help="per cell; default 15, with --quick 5")
+    parser.add_argument("--deterministic", action="store_true", help="backward in that mode, too")
     parser.add_argument("--options", choices=("yes", "no", "only"), help="measure what the options cost")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     args = parser.parse_args()
@@ -326,6 +346,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--library: two of the same name, expected NAME=PATH with different names")
     args.against = args.against or ("flash" if args.kernel == "cuda_sm80" else "best")
     args.directions = [args.direction] if args.direction else list(DIRECTIONS)
+    if args.deterministic and args.directions == ["forward"]:
+        parser.error("--deterministic: it is backward that has this mode, expected no --direction forward")
     args.causal = {"yes": [True], "no": [False], "both": [False, True]}[args.causal]
     args.seqlens = args.seqlens or ([512, 2048, 8192] if args.quick else list(SEQLENS))
     args.turns = args.turns or (5 if args.quick else 15)
