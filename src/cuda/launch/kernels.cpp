@@ -148,7 +148,7 @@ Status run_backward(const Context& context, const Problem& problem, void* worksp
   params.delta = reinterpret_cast<float*>(memory + places.delta);
   params.dq_acc = reinterpret_cast<float*>(memory + places.dq_acc);
   params.turn = problem.deterministic ? reinterpret_cast<int*>(memory + places.turn) : nullptr;
-
+  params.ticket = reinterpret_cast<int*>(memory + places.ticket);
   params.clear_bytes = places.end - places.dq_acc;
 
   Stage stage(context, problem, only_load);

@@ -410,8 +410,8 @@ BackwardWorkspace backward_workspace(int block_m, const Problem& problem) {
   w.dq_acc = padded(all_rows_q(problem) * problem.num_heads_q * 4);  // delta stands first
   w.turn = w.dq_acc +
            padded(tiles_q(problem, 16) * problem.num_heads_q * 16 * ceil_div(problem.head_dim, 8) * 8 * 4);
-  w.end =
-      w.turn + padded(problem.deterministic ? (tiles_q(problem, block_m) * problem.num_heads_q + 1) * 4 : 0);
+  w.ticket = w.turn + (problem.deterministic ? tiles_q(problem, block_m) * problem.num_heads_q * 4 : 0);
+  w.end = padded(w.ticket + 4);
   return w;
 }
 

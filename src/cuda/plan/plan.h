@@ -89,7 +89,7 @@ struct SmallConfig {
 
 // Backward's workspace, in bytes from its start.
 struct BackwardWorkspace {
-  std::int64_t delta = 0, dq_acc = 0, turn = 0, end = 0;  // dq_acc to end are to be cleared
+  std::int64_t delta = 0, dq_acc = 0, turn = 0, ticket = 0, end = 0;  // dq_acc to end are to be cleared
 };
 [[nodiscard]] BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem);
 [[nodiscard]] BackwardWorkspace backward_workspace(const Sm90BackwardConfig& config, const Problem& problem);
