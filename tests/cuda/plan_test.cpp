@@ -231,6 +231,17 @@ TEST(Plan, GridsCoverEveryRow) {
   EXPECT_EQ(blocks_of(b, problem_of(3, 0, 5, 64)), 0);
 }
 
+TEST(Plan, HoppersBackwardFillsTheDeviceAndNoMore) {
+  constexpr DeviceLimits limits{90, 227 << 10, 132};
+  const Problem p = problem_of(3, 1000, 5, 64), large = problem_of(3, 1000, 50, 64);
+  const Sm90BackwardConfig b = sm90_backward_config(p);
+  const int blocks = tiles_of(1000, b.block_n);
+  EXPECT_EQ(backward_tiles(b, p), 3 * blocks * 5);
+  EXPECT_EQ(blocks_of(b, p, limits), std::min(132, 3 * blocks * 5));
+  EXPECT_EQ(blocks_of(b, large, limits), 132);
+  EXPECT_EQ(blocks_of(b, problem_of(3, 0, 5, 64), limits), 0);
+}
+
 // The counter that deals out blocks of keys lies behind the turns, and is cleared with them.
 TEST(Plan, BackwardsTicketIsClearedAndNobodyElses) {
   for (const bool deterministic : {false, true}) {

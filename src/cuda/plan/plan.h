@@ -78,7 +78,8 @@ struct SmallConfig {
 [[nodiscard]] std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem,
                                      const DeviceLimits& limits);
 [[nodiscard]] std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem);
-[[nodiscard]] std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem,
+                                     const DeviceLimits& limits);
 [[nodiscard]] std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem);
 [[nodiscard]] std::int64_t blocks_of(const SmallConfig& config, const Problem& problem);
 
@@ -86,6 +87,9 @@ struct SmallConfig {
 [[nodiscard]] std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem);
 [[nodiscard]] TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem,
                                    const DeviceLimits& limits);
+
+// Blocks of keys, of all heads, that the blocks share out.
+[[nodiscard]] std::int64_t backward_tiles(const Sm90BackwardConfig& config, const Problem& problem);
 
 // Backward's workspace, in bytes from its start.
 struct BackwardWorkspace {
