@@ -94,11 +94,7 @@ __device__ void backward(const AttentionParams& params) {
 
   // Where sums have an order, so have the blocks of threads: each waits only for earlier ones.
   if (params.turn != nullptr) {
-    if (threadIdx.x == 0) {
-      const long long turns =
-          params.num_heads_q * count_tiles(params.batch, params.rows_q, params.packed(), C.block_m);
-      shared.ticket = atomicAdd(params.turn + turns, 1);
-    }
+    if (threadIdx.x == 0) shared.ticket = atomicAdd(params.ticket, 1);
     __syncthreads();
   }
   // Found again behind the loop: what only the end needs would take the loop's registers.

@@ -7,8 +7,8 @@
 // of the next is issued before dq and dk of this one, so that p is made while dk and dp run, and ds while dv
 // does. The heads of a group are one loop: dk and dv need no other sum.
 //
-// backward_work.cuh has what is beside the warpgroups that compute: tiles and rows are loaded there, and dq
-// is handed to the copy engine, which adds it in float32 in global memory.
+// backward_work.cuh has what is beside the warpgroups that compute: blocks of keys are dealt out there, tiles
+// and rows are loaded, and dq is handed to the copy engine, which adds it in float32 in global memory.
 //
 // NOTES.md beside this file has the roofline and what was tried.
 #pragma once
@@ -34,31 +34,23 @@ __device__ __forceinline__ void hand_over(BackwardShared<C>& shared, unsigned st
   release(shared.dq_there.full);
 }
 
-// dk and dv leave through the memory of k and v.
-template <Sm90BackwardConfig C, int nk, int nv>
-__device__ __forceinline__ void finish(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                       tile::FragmentC (&dk)[1][nk], const tile::FragmentC (&dv)[1][nv]) {
-  ptx::meet(consumers_meet, C.consumers() * group_threads);  // nobody reads k and v any more
-  // Found again: what only the end needs would take the loop's registers.
-  const AttentionParams& params = all.attention;
-  const BackwardWork work = find_work(all, shared);
-  const int first_row = work.sequence.k_begin + work.first_key,
-            rows_there = work.sequence.allocated_k - work.first_key;
-#pragma unroll
-  for (int j = 0; j < nk; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) dk[0][j][e] *= params.scale;
-  }
-  const int warp_row = ptx::warp_index() * warp_rows;
-  tile::store_tile<C.type>(dk, shared.k, warp_row, params.dk, work.b, first_row, work.kv_head, rows_there, 0,
-                           params.head_dim);
-  tile::store_tile<C.type>(dv, shared.v, warp_row, params.dv, work.b, first_row, work.kv_head, rows_there, 0,
-                           params.head_dim_v);
+// dk or dv, 16 keys a warp, leaves through the warp's part of dq's memory, which is free for `step`: k and v
+// of the next block of keys are on their way to theirs.
+template <Sm90BackwardConfig C, int n>
+__device__ __forceinline__ void leave(BackwardShared<C>& shared, unsigned step, const BackwardWork& work,
+                                      const tile::FragmentC (&sum)[1][n], const RowsArg& to, int cols) {
+  using Tile = tile::PanelTile<warp_rows, n * 8>;
+  static_assert(sizeof(Tile) <= sizeof(shared.dq[0][0]));
+  const int warp = ptx::warp_index_again(), first_key = work.first_key + warp * warp_rows;
+  ptx::wait(shared.dq_there.empty, step % 2 ^ 1);
+  store_rows<C.type>(sum, reinterpret_cast<Tile&>(shared.dq[warp / 4][warp % 4]), to, work.b,
+                     work.sequence.k_begin + first_key, work.kv_head, work.sequence.allocated_k - first_key,
+                     cols);
+  __syncwarp();
 }
 
 template <Sm90BackwardConfig C>
-__device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                        const BackwardWork& work) {
+__device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   constexpr int n = C.block_m / 8;
   constexpr bool plain = tile::units_of(C.terms) == tile::Units::raw && !has(C.terms, Terms::dropout);
   constexpr bool begun = has(C.terms, Terms::alibi) && tile::units_of(C.terms) == tile::Units::raw;
@@ -86,11 +78,8 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   tile::FragmentC dk[1][C.head_dim / 8], dv[1][C.head_dim_v / 8];
   constexpr int parts = C.dv_parts > 0 ? C.dv_parts : 1, part_depth = n / 2 / parts;
   tile::FragmentA ds[n / 2];  // if it is kept
-  tile::clear(dk);
-  tile::clear(dv);
 
-  // Where all rings stand follows from the step.
-  const unsigned steps = Steps(params, work).count();
+  // Where all rings stand follows from the step, counted over all blocks of keys.
   unsigned step = 0;
   const auto q_now = [&] { return ring_at<C.q_stages>(step); };
   const auto q_before = [&] { return ring_at<C.q_stages>(step - 1); };
@@ -200,12 +189,22 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   };
   // From s, complete, to p, ds and dv; dp and dv are issued on the way. behind: what to do once all that was
   // issued before is complete. The registers of the last ds are free then, and p needs them.
+  // lse of the first tiles, asked for before s is complete: shared memory takes a while.
+  constexpr int early = plain ? 4 : 0;
+  float2 early_lse[early + 1];
+  const auto load_early = [&] {
+#pragma unroll
+    for (int j = 0; j < early; ++j) early_lse[j] = tile::of_tile(shared.lse[row_now().stage], j);
+  };
   const auto weigh = [&](const auto& behind) {
     issue_dp();
     if constexpr (plain) {
       hide();
 #pragma unroll
-      for (int j = 0; j < n; ++j) tile::plain_p(s[0][j], shared.lse[row_now().stage], j, params.scale_log2);
+      for (int j = 0; j < n; ++j) {
+        tile::plain_p(s[0][j], j < early ? early_lse[j] : tile::of_tile(shared.lse[row_now().stage], j),
+                      params.scale_log2);
+      }
       ptx::wgmma_wait<1>();
       behind();
     } else {
@@ -240,48 +239,72 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   const auto pass_dq = [&] { hand_over(shared, step - 1, dq[0]); };
   const auto meet = [] { ptx::meet(consumers_meet, C.consumers() * group_threads); };
 
-  if (steps > 0) {
-    ptx::wait(shared.k_full, 0);
-    wait_queries();
-    issue_scores();
-    ptx::wait(shared.v_full, 0);
-    ptx::wgmma_wait<0>();
-    ptx::settle(s[0]);
-    weigh([] {});
 #pragma unroll 1
-    for (step = 1; step < steps; ++step) {
-      // Of this step s, dp and dv; of the one before it dq and dk.
+  for (unsigned block = 0;; ++block) {
+    const RingPlace place = ring_at<work_stages>(block);
+    ptx::wait(shared.work_there[place.stage].full, place.parity);
+    const BackwardWork& work = shared.work[place.stage];
+    const int steps = __shfl_sync(~0u, work.steps, 0);
+    if (steps < 0) break;
+    tile::clear(dk);
+    tile::clear(dv);
+    // By an if of its own: with an else the compiler takes the steps' loop for one that lanes may leave
+    // alone, and passes every descriptor through registers.
+    if (steps == 0) leave(shared, step, work, dv, params.dv, params.head_dim_v);
+    if (steps > 0) {
+      const unsigned past = step + steps;
+      ptx::wait(shared.k_there.full, work.loads % 2);
       wait_queries();
       issue_scores();
-      meet();  // ds is complete
+      load_early();
+      ptx::wait(shared.v_there.full, work.loads % 2);
+      ptx::wgmma_wait<0>();
+      ptx::settle(s[0]);
+      weigh([] {});
+#pragma unroll 1
+      for (++step; step < past; ++step) {
+        // Of this step s, dp and dv; of the one before it dq and dk.
+        wait_queries();
+        issue_scores();
+        meet();  // ds is complete
+        issue_dq();
+        issue_dk();
+        load_early();
+        ptx::wgmma_wait<1>();
+        ptx::settle(s[0]);
+        ptx::settle(dq[0]);
+        pass_dq();
+        weigh([&] {
+          ptx::settle(dk[0]);
+          release(shared.q_there[q_before().stage].empty);
+        });
+      }
+      release(shared.v_there.empty);
+      meet();
       issue_dq();
       issue_dk();
+      leave(shared, step - 1, work, dv, params.dv, params.head_dim_v);
       ptx::wgmma_wait<1>();
-      ptx::settle(s[0]);
       ptx::settle(dq[0]);
+      release(shared.k_there.empty);
       pass_dq();
-      weigh([&] {
-        ptx::settle(dk[0]);
-        release(shared.q_there[q_before().stage].empty);
-      });
+      ptx::wgmma_wait<0>();
+      ptx::settle(dk[0]);
+      release(shared.q_there[q_before().stage].empty);
     }
-    meet();
-    issue_dq();
-    issue_dk();
-    ptx::wgmma_wait<1>();
-    ptx::settle(dq[0]);
-    pass_dq();
-    ptx::wgmma_wait<0>();
-    ptx::settle(dk[0]);
+#pragma unroll
+    for (int j = 0; j < C.head_dim / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dk[0][j][e] *= params.scale;
+    }
+    leave(shared, step, work, dk, params.dk, params.head_dim);
+    release(shared.work_there[place.stage].empty);
   }
-  finish<C>(all, shared, dk, dv);
 }
 
 template <Sm90BackwardConfig C>
 __device__ void backward(const Sm90BackwardParams& params) {
-  run<C>(params, [](const Sm90BackwardParams& all, BackwardShared<C>& shared, const BackwardWork& work) {
-    consume<C>(all, shared, work);
-  });
+  run<C>(params, [](const Sm90BackwardParams& all, BackwardShared<C>& shared) { consume<C>(all, shared); });
 }
 
 }  // namespace tessera::sm90

@@ -21,13 +21,13 @@ namespace tessera::sm90 {
 
 enum class Side { p, ds };
 
-// The warp's dq of a step is added at once.
+// The warp's dq of a step is added at once. Where sums have an order, when it is its turn, and it tells when
+// the sum is in memory: at the step's end (tell_added), for until then that may have come to pass.
 template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void add_from_registers(const AttentionParams& params, BackwardShared<C>& shared,
                                                    unsigned step, const tile::FragmentC (&dq)[n]) {
   using Tiles = tile::DqTiles;
-  const bool ordered = params.turn != nullptr;
-  if (ordered) ptx::wait(shared.dq_there.empty, step % 2);
+  if (params.turn != nullptr) ptx::wait(shared.dq_there.empty, step % 2);
   const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
   const DqPart<C> part(params, group, warp);
   const StepFacts& facts = shared.facts[step % C.row_stages()];
@@ -46,15 +46,39 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
       add(false);
     }
   }
-  if (ordered) __threadfence();
   __syncwarp();
-  if (ordered) release(shared.dq_there.full);
   release(shared.rows_there[step % C.row_stages()].empty);
 }
 
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void tell_added(const AttentionParams& params, BackwardShared<C>& shared) {
+  if (params.turn == nullptr) return;
+  __threadfence();
+  __syncwarp();
+  release(shared.dq_there.full);
+}
+
+// dk or dv, 16 keys a warp, leaves through 4 KB of shared memory: 128 columns at a time.
+template <Sm90BackwardConfig C, int n>
+__device__ __forceinline__ void leave(const BackwardWork& work, void* through,
+                                      const tile::FragmentC (&sum)[n], RowsArg to, int cols) {
+  constexpr int parts = n > 16 ? 2 : 1;
+  using Part = const tile::FragmentC[1][n / parts];
+  using Tile = tile::PanelTile<warp_rows, n / parts * 8>;
+  static_assert(sizeof(Tile) <= 4096);
+  const int first_key = work.first_key + ptx::warp_index_again() % 4 * warp_rows;
+#pragma unroll
+  for (int i = 0; i < parts; ++i) {
+    store_rows<C.type>(reinterpret_cast<Part&>(sum[i * (n / parts)]), *static_cast<Tile*>(through), to,
+                       work.b, work.sequence.k_begin + first_key, work.kv_head,
+                       work.sequence.allocated_k - first_key, cols - i * Tile::cols);
+    to.data = static_cast<char*>(to.data) + Tile::cols * (to.wide ? 4 : 2);
+    __syncwarp();
+  }
+}
+
 template <Sm90BackwardConfig C, Side side>
-__device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                             const BackwardWork& work) {
+__device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   constexpr bool has_p = side == Side::p;
   constexpr int n = C.block_m / 8;
   constexpr int depth = has_p ? C.head_dim : C.head_dim_v;  // of s or dp
@@ -89,10 +113,8 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   tile::FragmentC dq[C.dq_cols() / 8];
   tile::FragmentC sum[1][cols / 8];  // dv or dk
   tile::FragmentA operand[n / 2];    // p or ds
-  tile::clear(sum);
 
-  const unsigned steps = Steps(params, work).count();
-  unsigned step = 0;
+  unsigned step = 0;  // of all blocks of keys
   const auto row_now = [&] { return ring_at<C.row_stages()>(step); };
   const auto facts = [&]() -> const StepFacts& { return shared.facts[row_now().stage]; };
   const auto warp_key = [&] { return facts().first_key + warp_row; };
@@ -193,11 +215,20 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
     __syncwarp();
     release(shared.ds_there[place.stage].full);
   };
-  if (steps > 0) {
-    ptx::wait(shared.k_full, 0);
-    if constexpr (!has_p) ptx::wait(shared.v_full, 0);
 #pragma unroll 1
-    for (step = 0; step < steps; ++step) {
+  for (unsigned block = 0;; ++block) {
+    const RingPlace place = ring_at<work_stages>(block);
+    ptx::wait(shared.work_there[place.stage].full, place.parity);
+    const BackwardWork& work = shared.work[place.stage];
+    const int steps = __shfl_sync(~0u, work.steps, 0);
+    if (steps < 0) break;
+    tile::clear(sum);
+    if (steps > 0) {
+      ptx::wait(shared.k_there.full, work.loads % 2);
+      if constexpr (!has_p) ptx::wait(shared.v_there.full, work.loads % 2);
+    }
+#pragma unroll 1
+    for (const unsigned past = step + steps; step < past; ++step) {
       issue_scores();
       ptx::wgmma_wait<0>();
       ptx::settle(s[0]);
@@ -218,25 +249,34 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
       ptx::wgmma_wait<0>();
       ptx::settle(sum[0]);
       release(second_there[step % second_stages].empty);
+      tell_added(params, shared);
     }
-  }
+    if (steps > 0) {
+      release(shared.k_there.empty);
+      if constexpr (!has_p) release(shared.v_there.empty);
+    }
 
-  // dk and dv leave through the memory of k and v.
-  ptx::meet(consumers_meet, C.consumers() * group_threads);  // nobody reads them any more
-  const BackwardWork again = find_work(all, shared);
-  const int first_row = again.sequence.k_begin + again.first_key,
-            rows_there = again.sequence.allocated_k - again.first_key;
-  if constexpr (has_p) {
-    tile::store_tile<C.type>(sum, shared.v, warp_row, params.dv, again.b, first_row, again.kv_head,
-                             rows_there, 0, params.head_dim_v);
-  } else {
+    // dk and dv leave through memory of their side: dv through that of p, which the other side has read, dk
+    // through that of ds, when both have.
+    const int warp = ptx::warp_index_again() % 4;
+    if constexpr (has_p) {
+      ptx::wait(shared.p_there.empty, step % 2 ^ 1);
+      leave<C>(work, shared.p[warp], sum[0], params.dv, params.head_dim_v);
+    } else {
 #pragma unroll
-    for (int j = 0; j < cols / 8; ++j) {
+      for (int j = 0; j < cols / 8; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[0][j][e] *= params.scale;
+        for (int e = 0; e < 4; ++e) sum[0][j][e] *= params.scale;
+      }
+#pragma unroll
+      for (int i = 0; i < ds_stages; ++i) {
+        const RingPlace free = ring_at<ds_stages>(step + i);
+        ptx::wait(shared.ds_there[free.stage].empty, free.parity ^ 1);
+      }
+      leave<C>(work, shared.ds[0].data + warp * sizeof(shared.p[0]), sum[0], params.dk, params.head_dim);
+      ptx::meet(consumers_meet, group_threads);  // of the next ds every warp has a part everywhere
     }
-    tile::store_tile<C.type>(sum, shared.k, warp_row, params.dk, again.b, first_row, again.kv_head,
-                             rows_there, 0, params.head_dim);
+    release(shared.work_there[place.stage].empty);
   }
 }
 
@@ -244,11 +284,11 @@ template <Sm90BackwardConfig C>
 __device__ void backward_wide(const Sm90BackwardParams& params) {
   static_assert(C.wide() && C.block_m == group_rows && C.block_n == group_rows);
   static_assert(C.dv_parts > 1 && C.ds_in_registers);
-  run<C>(params, [](const Sm90BackwardParams& all, BackwardShared<C>& shared, const BackwardWork& work) {
+  run<C>(params, [](const Sm90BackwardParams& all, BackwardShared<C>& shared) {
     if (ptx::warp_index() < 4) {
-      consume_side<C, Side::p>(all, shared, work);
+      consume_side<C, Side::p>(all, shared);
     } else {
-      consume_side<C, Side::ds>(all, shared, work);
+      consume_side<C, Side::ds>(all, shared);
     }
   });
 }

@@ -1,6 +1,10 @@
 // Hopper's backward, all but the products: which keys a block of threads has, the steps of its loop, what
 // lies in shared memory, and the warps beside those that compute. One thread asks TMA for tiles, one warp
-// brings lse, one delta and what else there is to know of a step, and one has dq added.
+// brings lse and delta, one thread what else there is to know of a block of keys and of a step, and one warp
+// has dq added.
+//
+// A block of threads takes one block of keys after the other. All rings go on from block to block, so that
+// the next one's tiles come while this one's dk and dv are stored.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -8,13 +12,28 @@
 #include "core/attention_config.h"
 #include "core/attention_params.h"
 #include "sm90/pipeline.cuh"
+#include "tile/copy.cuh"
 #include "tile/dq_tiles.cuh"
 #include "tile/gradients.cuh"
 #include "tile/panels.cuh"
 
 namespace tessera::sm90 {
 
-inline constexpr int ds_stages = 2;
+inline constexpr int ds_stages = 2, work_stages = 4;
+
+// Which keys, of which head, and the blocks of queries that see some of them. One thread finds it, for all.
+struct alignas(16) BackwardWork {
+  int b, kv_head;
+  SequenceArg sequence;
+  int n_block, first_key;
+  int first_m, past_m;
+  int steps;  // -1: there is nothing left
+  // Of the block of threads, before this one: blocks of keys, their steps, and loads of k and v, of which a
+  // block without steps has none.
+  unsigned blocks, first_step, loads;
+
+  [[nodiscard]] __device__ int keys() const { return sequence.seqlen_k - first_key; }
+};
 
 // What consumers have to know of a step. They have no registers for it.
 struct alignas(16) StepFacts {
@@ -58,194 +77,246 @@ struct BackwardShared : DqShared<C>, PShared<C> {
   tile::PanelTile<C.block_m, C.block_n> ds[ds_stages];
   float lse[C.row_stages()][C.block_m], delta[C.row_stages()][C.block_m];
   StepFacts facts[C.row_stages()];
-  unsigned ticket;  // where sums have an order, so have the blocks of threads
-  ptx::Barrier k_full, v_full;
+  BackwardWork work[work_stages];
+  Barriers work_there[work_stages], k_there, v_there;
   Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()], dq_there;
   Barriers p_there, ds_there[ds_stages];  // where warpgroups share a step
 };
 
-// Which keys, of which head, and the blocks of queries that see some of them.
-struct BackwardWork {
-  int b, kv_head;
-  SequenceArg sequence;
-  int n_block, first_key;
-  int first_m, past_m;
-
-  [[nodiscard]] __device__ bool there() const { return n_block >= 0; }
-  [[nodiscard]] __device__ int keys() const { return sequence.seqlen_k - first_key; }
-};
-
-// The first blocks of keys, which under a causal mask most queries see, come first. Where sums of dq have an
-// order it is the other way round: under that mask the last blocks are the first to reach a block of queries,
-// and each waits only for blocks of threads that began before it.
+// Fills in the block of keys with a number; false where it has no keys. The first blocks of keys, which under
+// a causal mask most queries see, come first. Where sums of dq have an order it is the other way round: under
+// that mask the last blocks are the first to reach a block of queries, and each waits only for blocks with a
+// smaller number.
 template <Sm90BackwardConfig C>
-[[nodiscard]] __device__ __forceinline__ BackwardWork find_work(const Sm90BackwardParams& all,
-                                                                const BackwardShared<C>& shared) {
+[[nodiscard]] __device__ __forceinline__ bool find_work(const Sm90BackwardParams& all, unsigned index,
+                                                        BackwardWork& work) {
   const AttentionParams& params = all.attention;
-  const bool ordered = params.turn != nullptr;
-  const unsigned index = ordered ? __shfl_sync(~0u, shared.ticket, 0) : ptx::block_index();
   const auto tiles =
       static_cast<unsigned>(count_tiles(params.batch, params.rows_k, params.packed(), C.block_n));
+  const int kv_head = static_cast<int>(index / tiles);
+  if (kv_head >= params.num_heads_k) {
+    work.steps = -1;
+    return true;
+  }
   const auto [b, tile] =
       find_tile(params.cu_seqlens_k, params.batch, params.rows_k, C.block_n, index % tiles);
-  BackwardWork work{};
-  work.b = b;
-  work.kv_head = static_cast<int>(index / tiles);
-  work.sequence = params.sequence(b);
-  const int n_blocks = tiles_of(work.sequence.allocated_k, C.block_n);
-  work.n_block = tile < 0 || tile >= n_blocks ? -1 : ordered ? n_blocks - 1 - tile : tile;
-  work.first_key = work.n_block * C.block_n;
+  const SequenceArg sequence = params.sequence(b);
+  const int n_blocks = tiles_of(sequence.allocated_k, C.block_n);
+  if (tile < 0 || tile >= n_blocks) return false;
+  const int n_block = params.turn != nullptr ? n_blocks - 1 - tile : tile;
+  const int first_key = n_block * C.block_n;
   const NarrowMask::Range rows =
-      all.mask(work.sequence)
-          .rows_of_any({work.first_key, min(work.first_key + C.block_n, work.sequence.seqlen_k)});
-  if (!rows.empty()) {
-    work.first_m = static_cast<unsigned>(rows.begin) / C.block_m;
-    work.past_m = (static_cast<unsigned>(rows.end) + C.block_m - 1) / C.block_m;
-  }
-  return work;
+      all.mask(sequence).rows_of_any({first_key, min(first_key + C.block_n, sequence.seqlen_k)});
+  work.b = b;
+  work.kv_head = kv_head;
+  work.sequence = sequence;
+  work.n_block = n_block;
+  work.first_key = first_key;
+  work.first_m = rows.empty() ? 0 : static_cast<unsigned>(rows.begin) / C.block_m;
+  work.past_m = rows.empty() ? 0 : (static_cast<unsigned>(rows.end) + C.block_m - 1) / C.block_m;
+  work.steps = (work.past_m - work.first_m) * params.group_size;
+  return true;
 }
 
-// The steps of a block of threads: blocks of queries of one head, then of the group's next one.
-struct Steps {
-  int h, past_h, m_block;
-  int first_m, past_m;
+// Numbers of blocks of keys, in their order. The first is the block of threads' own, and costs no time; but
+// where sums have an order nobody may hold a number and not have begun, so that all are drawn.
+[[nodiscard]] __device__ __forceinline__ unsigned draw(const AttentionParams& params) {
+  return atomicAdd(params.ticket, 1) + (params.turn != nullptr ? 0 : gridDim.x);
+}
+[[nodiscard]] __device__ __forceinline__ unsigned first_number(const AttentionParams& params) {
+  return params.turn != nullptr ? draw(params) : ptx::block_index();
+}
 
-  __device__ Steps(const AttentionParams& params, const BackwardWork& work)
-      : h(work.kv_head * params.group_size),
-        past_h(work.first_m < work.past_m ? h + params.group_size : h),
-        m_block(work.first_m),
-        first_m(work.first_m),
-        past_m(work.past_m) {}
-  [[nodiscard]] __device__ __forceinline__ unsigned count() const {
-    return (past_h - h) * (past_m - first_m);
+// What a helper, of one thread or all of a warp, does for each block of keys.
+template <Sm90BackwardConfig C, class Use>
+__device__ __forceinline__ void for_each_work(BackwardShared<C>& shared, const Use& use) {
+  unsigned block = 0;
+#pragma unroll 1
+  while (true) {
+    const RingPlace at = ring_at<work_stages>(block);
+    ptx::wait(shared.work_there[at.stage].full, at.parity);
+    const BackwardWork& work = shared.work[at.stage];
+    if (work.steps < 0) return;
+    use(work);
+    block = work.blocks;  // not kept: a helper has 24 registers
+    ptx::arrive(shared.work_there[ring_at<work_stages>(block).stage].empty);
+    ++block;
   }
-  [[nodiscard]] __device__ __forceinline__ bool more() const { return h < past_h; }
+}
+
+// The steps of a block of keys: blocks of queries of one head, then of the group's next one.
+struct Steps {
+  const BackwardWork& work;
+  int left, h, m_block;
+
+  __device__ Steps(const AttentionParams& params, const BackwardWork& block)
+      : work(block), left(block.steps), h(block.kv_head * params.group_size), m_block(block.first_m) {}
+  [[nodiscard]] __device__ __forceinline__ bool more() const { return left > 0; }
+  [[nodiscard]] __device__ __forceinline__ bool first() const { return left == work.steps; }
+  // Where all rings stand follows from it.
+  [[nodiscard]] __device__ __forceinline__ unsigned step() const {
+    return work.first_step + (work.steps - left);
+  }
   __device__ __forceinline__ void next() {
-    if (++m_block == past_m) {
-      m_block = first_m;
+    --left;
+    if (++m_block == work.past_m) {
+      m_block = work.first_m;
       ++h;
     }
   }
 };
 
+// The warp is done with a buffer.
+__device__ __forceinline__ void release(ptx::Barrier& empty) {
+  if (threadIdx.x % 32 == 0) ptx::arrive(empty);
+}
+
 // ---- Beside the consumers.
 
-// One thread: asks TMA for the tiles.
+// One thread: asks TMA for the tiles. It runs ahead into the next block of keys: the buffers of its first
+// queries are the first to come free, k's the last.
 template <Sm90BackwardConfig C>
-__device__ __forceinline__ void load_tiles(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                           const BackwardWork& work) {
+__device__ __forceinline__ void load_tiles(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   const AttentionParams& params = all.attention;
-  const SequenceArg& sequence = work.sequence;
-  const int b = params.packed() ? 0 : work.b, row_k = sequence.k_begin + work.first_key;
-  Cursor<C.q_stages> q;
-  Cursor<C.dout_stages> dout;
-  Steps at(params, work);
-  if (!at.more()) return;
-  const auto load_q = [&] {
-    begin_load(shared.q_there[q.stage], q.parity, C.block_m * C.head_dim * 2);
-    load_tile<Reuse::soon>(shared.q[q.stage], all.q, shared.q_there[q.stage].full,
-                           sequence.q_begin + at.m_block * C.block_m, at.h, b);
-    q.next();
-  };
-  shared.k_full.arrive_and_expect_tx(C.block_n * C.head_dim * 2);
-  load_tile<Reuse::once>(shared.k, all.k, shared.k_full, row_k, work.kv_head, b);
-  load_q();
-  shared.v_full.arrive_and_expect_tx(C.block_n * C.head_dim_v * 2);
-  load_tile<Reuse::once>(shared.v, all.v, shared.v_full, row_k, work.kv_head, b);
-  while (true) {
-    begin_load(shared.dout_there[dout.stage], dout.parity, C.block_m * C.head_dim_v * 2);
-    load_tile<Reuse::soon>(shared.dout[dout.stage], all.dout, shared.dout_there[dout.stage].full,
-                           sequence.q_begin + at.m_block * C.block_m, at.h, b);
-    dout.next();
-    at.next();
-    if (!at.more()) break;
-    load_q();
-  }
-}
-
-// A warp brings a number of each query, of which some are there. All loads before the first store: one after
-// the other they would take longer than a step.
-template <int queries, class AsNeeded>
-__device__ __forceinline__ void bring_rows(float (&to)[queries], int there, float otherwise,
-                                           const float* from, long long stride, const AsNeeded& as_needed) {
-  const int lane = threadIdx.x % 32;
-  float rows[queries / 32];
-  from += lane * stride;
-#pragma unroll
-  for (int i = 0; i < queries / 32; ++i) {
-    rows[i] = i * 32 + lane < there ? *from : otherwise;
-    from += 32 * stride;
-  }
-#pragma unroll
-  for (int i = 0; i < queries / 32; ++i) to[i * 32 + lane] = as_needed(rows[i]);
-}
-
-// One warp: brings lse of a step. It also clears what TMA read behind a sequence's end;
-// consumers wait for it before they touch a step's tiles.
-template <Sm90BackwardConfig C>
-__device__ __forceinline__ void load_lse(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                         const BackwardWork& work) {
-  const AttentionParams& params = all.attention;
-  const SequenceArg& sequence = work.sequence;
-  // Fewer buffers of tiles than of rows: a parity tells two uses of a buffer apart, not three, so it waits
-  // for each.
-  constexpr bool runs_ahead = C.q_stages < C.row_stages() || C.dout_stages < C.row_stages();
-  unsigned step = 0;
-  Steps at(params, work);
-  // p and ds of a key that is not there are 0: what they are multiplied by has to be a number.
-  if (at.more() && (params.packed() || params.seqused_k != nullptr) && work.keys() < C.block_n) {
-    ptx::wait(shared.k_full, 0);
-    clear_rows<32>(shared.k, work.keys());
-    ptx::wait(shared.v_full, 0);
-    clear_rows<32>(shared.v, work.keys());
-  }
-  for (; at.more(); at.next(), ++step) {
-    const RingPlace row = ring_at<C.row_stages()>(step);
-    const int first_query = at.m_block * C.block_m, queries = sequence.seqlen_q - first_query;
-    ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
-    bring_rows<C.block_m>(shared.lse[row.stage], queries, ptx::infinity,
-                          tile::lse_of_row(params, work.b, at.h, sequence.q_begin + first_query),
-                          params.lse.seq, [](float lse) { return tile::lse_for_p<C.terms>(lse); });
-    if ((params.packed() || params.seqused_q != nullptr) && (runs_ahead || queries < C.block_m)) {
-      const RingPlace q = ring_at<C.q_stages>(step), dout = ring_at<C.dout_stages>(step);
-      ptx::wait(shared.q_there[q.stage].full, q.parity);
-      ptx::wait(shared.dout_there[dout.stage].full, dout.parity);
-      if (queries < C.block_m) {
-        clear_rows<32>(shared.q[q.stage], queries);
-        clear_rows<32>(shared.dout[dout.stage], queries);
+  for_each_work(shared, [&](const BackwardWork& work) {
+    const auto batch = [&] { return params.packed() ? 0 : work.b; };
+#pragma unroll 1
+    for (Steps at(params, work); at.more(); at.next()) {
+      const int row = work.sequence.q_begin + at.m_block * C.block_m;
+      const RingPlace q = ring_at<C.q_stages>(at.step()), dout = ring_at<C.dout_stages>(at.step());
+      begin_load(shared.q_there[q.stage], q.parity, C.block_m * C.head_dim * 2);
+      load_tile<Reuse::soon>(shared.q[q.stage], all.q, shared.q_there[q.stage].full, row, at.h, batch());
+      begin_load(shared.dout_there[dout.stage], dout.parity, C.block_m * C.head_dim_v * 2);
+      load_tile<Reuse::soon>(shared.dout[dout.stage], all.dout, shared.dout_there[dout.stage].full, row, at.h,
+                             batch());
+      if (at.first()) {
+        const int key = work.sequence.k_begin + work.first_key;
+        begin_load(shared.v_there, work.loads % 2, C.block_n * C.head_dim_v * 2);
+        load_tile<Reuse::once>(shared.v, all.v, shared.v_there.full, key, work.kv_head, batch());
+        begin_load(shared.k_there, work.loads % 2, C.block_n * C.head_dim * 2);
+        load_tile<Reuse::once>(shared.k, all.k, shared.k_there.full, key, work.kv_head, batch());
       }
     }
-    ptx::arrive(shared.rows_there[row.stage].full);
-  }
+  });
 }
 
-// One warp: brings delta of a step, and what else there is to know of it.
-template <Sm90BackwardConfig C>
-__device__ __forceinline__ void load_facts(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                           const BackwardWork& work) {
-  const AttentionParams& params = all.attention;
-  const SequenceArg& sequence = work.sequence;
-  unsigned step = 0;
-  for (Steps at(params, work); at.more(); at.next(), ++step) {
-    const RingPlace row = ring_at<C.row_stages()>(step);
-    const int first_query = at.m_block * C.block_m, tile_row = first_query / tile::DqTiles::rows;
-    ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      shared.facts[row.stage] = {
-          all.mask(sequence).tile(first_query, work.first_key),
-          first_query,
-          work.first_key,
-          work.b,
-          at.h,
-          sequence.seqlen_q,
-          sequence.seqlen_k,
-          C.dq_direct() ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
+// A number of each query of a step, a lane's part of them.
+template <int queries>
+struct Rows {
+  float of_lane[queries / 32];
+
+  // Of the queries some are there.
+  __device__ __forceinline__ Rows(const float* from, long long stride, int there, float otherwise) {
+    const int lane = threadIdx.x % 32;
+    from += lane * stride;
+#pragma unroll
+    for (int i = 0; i < queries / 32; ++i) {
+      of_lane[i] = i * 32 + lane < there ? *from : otherwise;
+      from += 32 * stride;
     }
-    bring_rows<C.block_m>(
-        shared.delta[row.stage], sequence.seqlen_q - first_query, 0.0f,
-        params.delta + tile::delta_index(params, work.b, at.h, sequence.q_begin + first_query), 1,
-        [](float delta) { return delta; });
-    ptx::arrive(shared.rows_there[row.stage].full);
+  }
+  __device__ __forceinline__ void store(float (&to)[queries]) const {
+#pragma unroll
+    for (int i = 0; i < queries / 32; ++i) to[i * 32 + threadIdx.x % 32] = of_lane[i];
+  }
+};
+
+// One warp: brings lse and delta of a step. It also clears what TMA read behind a sequence's end;
+// consumers wait for it before they touch a step's tiles.
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
+  const AttentionParams& params = all.attention;
+  // A parity tells two uses of a buffer apart, not three: where it could be two ahead, it waits for each. So
+  // it is with k and v, of which it may have brought all rows before they are there, and with queries that
+  // have fewer buffers of tiles than of rows.
+  constexpr bool runs_ahead = C.q_stages < C.row_stages() || C.dout_stages < C.row_stages();
+  for_each_work(shared, [&](const BackwardWork& work) {
+    const SequenceArg& sequence = work.sequence;
+#pragma unroll 1
+    for (Steps at(params, work); at.more(); at.next()) {
+      const RingPlace row = ring_at<C.row_stages()>(at.step());
+      const int first_query = at.m_block * C.block_m, queries = sequence.seqlen_q - first_query;
+      // All loads before the first store: one after the other they would take longer than a step.
+      const int first_row = sequence.q_begin + first_query;
+      Rows<C.block_m> lse(tile::lse_of_row(params, work.b, at.h, first_row), params.lse.seq, queries,
+                          ptx::infinity);
+      const Rows<C.block_m> delta(params.delta + tile::delta_index(params, work.b, at.h, first_row), 1,
+                                  queries, 0.0f);
+      ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
+#pragma unroll
+      for (float& x : lse.of_lane) x = tile::lse_for_p<C.terms>(x);
+      lse.store(shared.lse[row.stage]);
+      delta.store(shared.delta[row.stage]);
+      // p and ds of a key that is not there are 0: what they are multiplied by has to be a number.
+      if ((params.packed() || params.seqused_k != nullptr) && at.first()) {
+        ptx::wait(shared.k_there.full, work.loads % 2);
+        ptx::wait(shared.v_there.full, work.loads % 2);
+        if (work.keys() < C.block_n) {
+          clear_rows<32>(shared.k, work.keys());
+          clear_rows<32>(shared.v, work.keys());
+        }
+      }
+      if ((params.packed() || params.seqused_q != nullptr) && (runs_ahead || queries < C.block_m)) {
+        const RingPlace q = ring_at<C.q_stages>(at.step()), dout = ring_at<C.dout_stages>(at.step());
+        ptx::wait(shared.q_there[q.stage].full, q.parity);
+        ptx::wait(shared.dout_there[dout.stage].full, dout.parity);
+        if (queries < C.block_m) {
+          clear_rows<32>(shared.q[q.stage], queries);
+          clear_rows<32>(shared.dout[dout.stage], queries);
+        }
+      }
+      ptx::arrive(shared.rows_there[row.stage].full);
+    }
+  });
+}
+
+// One thread: the facts of a step, and the next block of keys when this one is nearly through: early enough
+// to load its tiles, and late enough that who is fast gets more of them.
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
+  constexpr int ahead = 3;  // steps
+  const AttentionParams& params = all.attention;
+  // The block of keys with that number, or the next one that is there.
+  const auto announce = [&](unsigned block, unsigned number, unsigned first_step, unsigned loads) {
+    const RingPlace at = ring_at<work_stages>(block);
+    ptx::wait(shared.work_there[at.stage].empty, at.parity ^ 1);
+    BackwardWork& work = shared.work[at.stage];
+    work.blocks = block;
+    work.first_step = first_step;
+    work.loads = loads;
+    while (!find_work<C>(all, number, work)) number = draw(params);
+    ptx::arrive(shared.work_there[at.stage].full);
+  };
+  announce(0, first_number(params), 0, 0);
+  unsigned block = 0;
+#pragma unroll 1
+  while (true) {
+    const BackwardWork& work = shared.work[block % work_stages];  // nobody else writes there
+    if (work.steps < 0) return;
+    Steps at(params, work);
+    while (true) {
+      if (at.more()) {
+        const RingPlace row = ring_at<C.row_stages()>(at.step());
+        const int first_query = at.m_block * C.block_m, tile_row = first_query / tile::DqTiles::rows;
+        ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
+        shared.facts[row.stage] = {
+            all.mask(work.sequence).tile(first_query, work.first_key),
+            first_query,
+            work.first_key,
+            work.b,
+            at.h,
+            work.sequence.seqlen_q,
+            work.sequence.seqlen_k,
+            C.dq_direct() ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
+        ptx::arrive(shared.rows_there[row.stage].full);
+      }
+      if (at.left == min(work.steps, ahead))
+        announce(work.blocks + 1, draw(params), work.first_step + work.steps,
+                 work.loads + (work.steps > 0 ? 1 : 0));
+      if (at.left <= 1) break;
+      at.next();
+    }
+    block = work.blocks + 1;
   }
 }
 
@@ -276,70 +347,104 @@ struct DqPart {
     tiles = min(part_tiles - overlap, tiles_of(params.head_dim, Tiles::cols) - first_tile);
   }
   // Behind the dq of a block of queries.
-  [[nodiscard]] __device__ long long offset(const AttentionParams& params) const {
+  [[nodiscard]] __device__ int offset(const AttentionParams& params) const {
     return row / Tiles::rows * Tiles::row_size(params) + first_tile * Tiles::size;
   }
 };
 
 // One warp: a lane has the dq of one warp of the consumers added. Or, where they do that themselves, it tells
 // them when it is their turn, if they have one.
+//
+// Where sums have an order, it looks whose turn it is before dq is there, so that nobody waits for that.
 template <Sm90BackwardConfig C>
-__device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared,
-                                       const BackwardWork& work) {
+__device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   using Tiles = tile::DqTiles;
   const AttentionParams& params = all.attention;
-  if (C.dq_direct() && params.turn == nullptr) return;
-  const int lane = threadIdx.x % 32, warp = lane % 4, group = lane / 4;
-  const DqPart<C> part(params, group, warp);
-  unsigned parity = 0;
-  for (Steps at(params, work); at.more(); at.next()) {
-    int* turn = nullptr;
-    int mine = 0;
-    if (params.turn != nullptr) {
-      const long long all_tiles = count_tiles(params.batch, params.rows_q, params.packed(), C.block_m);
-      turn = params.turn + at.h * all_tiles +
-             first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) + at.m_block;
-      mine = turn_of<C>(all, work, at.m_block);
-    }
-    if constexpr (!C.dq_direct()) ptx::wait(shared.dq_there.full, parity);
-    if (turn != nullptr) {
-      while (ptx::load_acquire(turn) != mine) {
+  for_each_work(shared, [&](const BackwardWork& work) {
+    const bool ordered = params.turn != nullptr;
+    if (C.dq_direct() && !ordered) return;
+#pragma unroll 1
+    for (Steps at(params, work); at.more(); at.next()) {
+      // Found again rather than kept. Tiles of queries, of all heads, are fewer than 2^31.
+      const auto turn = [&] {
+        const auto tiles =
+            static_cast<unsigned>(count_tiles(params.batch, params.rows_q, params.packed(), C.block_m));
+        return params.turn + ptx::opaque(at.h) * tiles +
+               first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) + at.m_block;
+      };
+      if (ordered) {
+        const int mine = turn_of<C>(all, work, at.m_block);
+        while (ptx::load_acquire(turn()) != mine) {
+        }
+        ptx::admit_global();
       }
-      ptx::admit_global();
-    }
-    if constexpr (C.dq_direct()) {
-      __syncwarp();
-      if (lane == 0) ptx::arrive(shared.dq_there.empty);
-      ptx::wait(shared.dq_there.full, parity);
-    } else {
-      ptx::publish_shared();
-      const int first_query = at.m_block * C.block_m;
-      if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
-        ptx::add_bulk(
-            Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + part.offset(params),
-            ptx::shared_address(shared.dq[group][warp][part.overlap]), part.tiles * Tiles::size * 4);
+      if constexpr (C.dq_direct()) {
+        __syncwarp();
+        release(shared.dq_there.empty);
+        ptx::wait(shared.dq_there.full, at.step() % 2);
+      } else {
+        ptx::wait(shared.dq_there.full, at.step() % 2);
+        ptx::publish_shared();
+        const int lane = ptx::thread_index() % 32, warp = lane % 4, group = lane / 4;
+        const int first_query = at.m_block * C.block_m;
+        const DqPart<C> part(params, group, warp);
+        if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
+          // First what is known of the lane: it is three registers then.
+          const unsigned from = ptx::opaque(ptx::shared_address(shared.dq[group][warp][part.overlap]));
+          const int bytes = ptx::opaque(part.tiles * Tiles::size * 4),
+                    offset = ptx::opaque(part.offset(params));
+          ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + offset, from,
+                        bytes);
+        }
+        cute::tma_store_arrive();
+        cute::tma_store_wait<0>();  // until it has been read
+        __syncwarp();
+        release(shared.dq_there.empty);
       }
-      cute::tma_store_arrive();
-      cute::tma_store_wait<0>();  // until it has been read
-      __syncwarp();
-      if (lane == 0) ptx::arrive(shared.dq_there.empty);
+      if (ordered) {
+        ptx::wait_bulk();
+        __threadfence();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::store_release(turn(), ptx::load_acquire(turn()) + 1);
+      }
     }
-    if (turn != nullptr) {
-      ptx::wait_bulk();
-      __threadfence();
-      __syncwarp();
-      if (lane == 0) ptx::store_release(turn, mine + 1);
-    }
-    parity ^= 1;
-  }
-}
-
-// The warp is done with a buffer.
-__device__ __forceinline__ void release(ptx::Barrier& empty) {
-  if (threadIdx.x % 32 == 0) ptx::arrive(empty);
+  });
 }
 
 inline constexpr int consumers_meet = 1;  // the number of a barrier
+
+// A warp's 16 rows of dk or dv, or `cols` of their columns, leave through shared memory of its own.
+template <Half type, int n, class Tile>
+__device__ __forceinline__ void store_rows(const tile::FragmentC (&sum)[1][n], Tile& tile, const RowsArg& to,
+                                           int b, int row, int head, int rows_there, int cols) {
+  static_assert(Tile::rows == warp_rows && Tile::cols == n * 8);
+  if (to.wide || !to.aligned || rows_there < warp_rows || cols < Tile::cols) {
+    tile::store_tile<type, true>(sum, tile, 0, to, b, row, head, rows_there, 0, cols);
+    return;
+  }
+  const int lane = ptx::thread_index() % 32;
+  const unsigned place = ptx::shared_address(tile.at(lane % 16, lane / 16));
+#pragma unroll
+  for (int j = 0; j < n; j += 2) {
+    constexpr int pieces = Tile::width / 8;
+    tile::FragmentA two;
+    tile::as_operand<type>(two, sum[0], j / 2);
+    ptx::store_matrices((place ^ j % pieces << 4) + j / pieces * Tile::panel_bytes, two);
+  }
+  __syncwarp();
+  // 8 rows, 64 bytes of each, at a time: two addresses are enough, and lanes read from all banks.
+  auto* out = static_cast<tile::HalfBits*>(to.data) + b * to.batch + (row + lane % 8) * to.seq +
+              head * to.head + lane / 8 * 8;
+#pragma unroll
+  for (int i = 0; i < warp_rows; i += 8) {
+#pragma unroll
+    for (int j = 0; j < n; j += 4) {
+      *reinterpret_cast<uint4*>(out + j * 8) =
+          *reinterpret_cast<const uint4*>(tile.at(lane % 8 + i, lane / 8 + j));
+    }
+    out += 8 * to.seq;
+  }
+}
 
 // A block of threads. consume: what those do that compute.
 template <Sm90BackwardConfig C, class Consume>
@@ -348,47 +453,47 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
   static_assert(C.dq_parts() >= 1 && C.dq_parts() * C.block_m == C.consumers() * group_rows);
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<C>*>(shared_bytes);
-  const AttentionParams& attention = params.attention;
-  if (attention.turn != nullptr) {
-    if (threadIdx.x == 0) {
-      const long long turns = attention.num_heads_q *
-                              count_tiles(attention.batch, attention.rows_q, attention.packed(), C.block_m);
-      shared.ticket = atomicAdd(attention.turn + turns, 1);
-    }
-    __syncthreads();
-  }
-  const BackwardWork work = find_work(params, shared);
-  if (!work.there()) return;
   if (threadIdx.x == 0) {
-    const auto init = [](auto& all, int arrivals) {
+    constexpr int warps = C.consumers() * 4;
+    const auto init = [](auto& all, int arrivals, int releases) {
       for (Barriers& barriers : all) {
         barriers.full.init(arrivals);
-        barriers.empty.init(C.consumers() * 4);  // every warp
+        barriers.empty.init(releases);
       }
     };
-    shared.k_full.init(1);
-    shared.v_full.init(1);
-    init(shared.q_there, 1);
-    init(shared.dout_there, 1);
-    init(shared.rows_there, 2 * 32);
-    shared.dq_there.full.init(C.consumers() * 4);
+    init(shared.work_there, 1, warps + 1 + 2 * 32);  // and helpers: a thread, and two warps
+    shared.k_there.full.init(1);
+    shared.k_there.empty.init(warps);
+    shared.v_there.full.init(1);
+    shared.v_there.empty.init(C.wide() ? 4 : warps);
+    init(shared.q_there, 1, warps);
+    init(shared.dout_there, 1, warps);
+    init(shared.rows_there, 32 + 1, warps);
+    shared.dq_there.full.init(warps);
     shared.dq_there.empty.init(1);
     shared.p_there.full.init(4);
     shared.p_there.empty.init(4);
-    init(shared.ds_there, 4);
+    init(shared.ds_there, 4, warps);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   const int helper = ptx::warp_index() - C.consumers() * 4;
   if (helper >= 0) {
     cutlass::arch::warpgroup_reg_dealloc<C.producer_registers()>();
-    if (helper == 0 && threadIdx.x % 32 == 0) load_tiles<C>(params, shared, work);
-    if (helper == 1) load_lse<C>(params, shared, work);
-    if (helper == 2) add_dq<C>(params, shared, work);
-    if (helper == 3) load_facts<C>(params, shared, work);
+    if (helper == 1) {
+      load_rows<C>(params, shared);
+    } else if (helper == 2) {
+      add_dq<C>(params, shared);
+    } else if (threadIdx.x % 32 != 0) {
+      return;
+    } else if (helper == 0) {
+      load_tiles<C>(params, shared);
+    } else {
+      find_facts<C>(params, shared);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C.consumer_registers()>();
-    consume(params, shared, work);
+    consume(params, shared);
   }
 }
 

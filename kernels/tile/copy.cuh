@@ -143,12 +143,12 @@ __device__ __forceinline__ void store_number(void* data, long long index, bool w
 
 // Writes C tiles, 16 * m rows from first_row of the block on, to rows of a tensor: through shared memory in
 // whole pieces where the tensor allows it. Rows from valid_rows on and columns from valid_cols on are not
-// written. The tile is the warp's own: rows first_row .. of it.
-template <Half type, int m, int n, class Tile>
+// written. The tile is the warp's own: rows first_row .. of it. fresh: as of Pieces.
+template <Half type, bool fresh = false, int m, int n, class Tile>
 __device__ __forceinline__ void store_tile(const FragmentC (&c)[m][n], Tile& tile, int first_row,
                                            const RowsArg& arg, int b, int row, int head, int valid_rows,
                                            int first_col, int valid_cols) {
-  const int lane = threadIdx.x % 32;
+  const int lane = (fresh ? ptx::thread_index() : threadIdx.x) % 32;
   const long long base = b * arg.batch + row * arg.seq + head * arg.head;
   if (!arg.wide && arg.aligned) {
 #pragma unroll

@@ -64,10 +64,15 @@ __device__ __forceinline__ void gradients(FragmentC (&s)[n], FragmentC (&dp)[n],
 }
 
 // The same in pieces, where there are no extra terms: one tile of s becomes p, one of dp becomes ds.
-__device__ __forceinline__ void plain_p(FragmentC& s, const float* lse, int j, float scale_log2) {
-  const float2 of_rows = *reinterpret_cast<const float2*>(&lse[j * 8 + threadIdx.x % 4 * 2]);
+__device__ __forceinline__ float2 of_tile(const float* rows, int j) {
+  return *reinterpret_cast<const float2*>(&rows[j * 8 + threadIdx.x % 4 * 2]);
+}
+__device__ __forceinline__ void plain_p(FragmentC& s, float2 lse, float scale_log2) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) s[e] = ptx::exp2(fmaf(s[e], scale_log2, e % 2 == 0 ? -of_rows.x : -of_rows.y));
+  for (int e = 0; e < 4; ++e) s[e] = ptx::exp2(fmaf(s[e], scale_log2, e % 2 == 0 ? -lse.x : -lse.y));
+}
+__device__ __forceinline__ void plain_p(FragmentC& s, const float* lse, int j, float scale_log2) {
+  plain_p(s, of_tile(lse, j), scale_log2);
 }
 __device__ __forceinline__ void plain_ds(FragmentC& dp, const FragmentC& p, const float* delta, int j) {
   const float2 of_rows = *reinterpret_cast<const float2*>(&delta[j * 8 + threadIdx.x % 4 * 2]);

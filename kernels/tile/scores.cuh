@@ -268,8 +268,7 @@ struct ScoreTerms {
       for (int j = 0; j < n; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const Element at = element(i, j, e);
-          const int rest = (at.row - corner.row) - (at.col - corner.col);
+          const int rest = (i * 16 + e / 2 * 8) - (j * 8 + e % 2);  // in rows less columns
           s[i][j][e] -= slope * fabsf(own + static_cast<float>(by_keys ? rest : -rest));
         }
       }

@@ -57,10 +57,10 @@ struct AttentionParams {
 
   // Backward's workspace. delta: [num_heads_q][all rows of q], rowsum(dout * o) - dlse. dq_acc: float, in
   // tiles of 16 rows and 8 columns, each as the fragments of one warp (tile/dq_tiles.cuh). turn:
-  // [num_heads_q][row tiles], the number of key blocks that a tile has taken, and behind them one ticket
-  // counter; null where the order does not matter.
+  // [num_heads_q][row tiles], the number of key blocks that a tile has taken; null where the order does not
+  // matter. ticket: the key blocks that have been taken, by those who take them one by one.
   float *delta, *dq_acc;
-  int* turn;
+  int *turn, *ticket;
   long long clear_bytes;  // from dq_acc on, to be 0 before anything is added; a multiple of 16
 
   [[nodiscard]] TESSERA_HD bool packed() const { return cu_seqlens_q != nullptr; }

@@ -231,6 +231,31 @@ TEST(Plan, GridsCoverEveryRow) {
   EXPECT_EQ(blocks_of(b, problem_of(3, 0, 5, 64)), 0);
 }
 
+TEST(Plan, HoppersBackwardFillsTheDeviceAndNoMore) {
+  constexpr DeviceLimits limits{90, 227 << 10, 132};
+  const Problem p = problem_of(3, 1000, 5, 64), large = problem_of(3, 1000, 50, 64);
+  const Sm90BackwardConfig b = sm90_backward_config(p);
+  const int blocks = tiles_of(1000, b.block_n);
+  EXPECT_EQ(backward_tiles(b, p), 3 * blocks * 5);
+  EXPECT_EQ(blocks_of(b, p, limits), std::min(132, 3 * blocks * 5));
+  EXPECT_EQ(blocks_of(b, large, limits), 132);
+  EXPECT_EQ(blocks_of(b, problem_of(3, 0, 5, 64), limits), 0);
+}
+
+// The counter that deals out blocks of keys lies behind the turns, and is cleared with them.
+TEST(Plan, BackwardsTicketIsClearedAndNobodyElses) {
+  for (const bool deterministic : {false, true}) {
+    Problem p = problem_of(2, 1000, 3, 128);
+    p.deterministic = deterministic;
+    const Sm90BackwardConfig config = sm90_backward_config(p);
+    const BackwardWorkspace w = backward_workspace(config, p);
+    const std::int64_t turns = deterministic ? 2LL * tiles_of(1000, config.block_m) * 3 : 0;
+    EXPECT_EQ(w.ticket, w.turn + turns * 4);
+    EXPECT_LE(w.ticket + 4, w.end);
+    EXPECT_EQ((w.end - w.dq_acc) % 16, 0);
+  }
+}
+
 TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   constexpr DeviceLimits limits{90, 227 << 10, 132};
   const Problem p = problem_of(3, 1000, 5, 64), small = problem_of(1, 1000, 1, 64);

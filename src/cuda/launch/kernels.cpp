@@ -100,7 +100,7 @@ class Stage {
     return run(config, params, blocks_of(config, problem_));
   }
   Status operator()(const Sm90BackwardConfig& config, const Sm90BackwardParams& params) {
-    return run(config, params, blocks_of(config, problem_));
+    return run(config, params, blocks_of(config, problem_, limits_of(context_.facts())));
   }
   Status operator()(const Sm90ForwardConfig& config, const Sm90ForwardParams& params) {
     return run(config, params, blocks_of(config, problem_, limits_of(context_.facts())));
@@ -148,7 +148,7 @@ Status run_backward(const Context& context, const Problem& problem, void* worksp
   params.delta = reinterpret_cast<float*>(memory + places.delta);
   params.dq_acc = reinterpret_cast<float*>(memory + places.dq_acc);
   params.turn = problem.deterministic ? reinterpret_cast<int*>(memory + places.turn) : nullptr;
-
+  params.ticket = reinterpret_cast<int*>(memory + places.ticket);
   params.clear_bytes = places.end - places.dq_acc;
 
   Stage stage(context, problem, only_load);
@@ -175,7 +175,7 @@ Status run_backward_sm90(const Context& context, const Problem& problem, void* w
                       [&](Stage& stage, const AttentionParams& params) {
                         Sm90BackwardParams all{};
                         static_cast<Sm90Params&>(all) = sm90_params(problem, params);
-                        if (!only_load && blocks_of(config, problem) > 0) {
+                        if (!only_load && backward_tiles(config, problem) > 0) {
                           if (Status status = fill_maps(config, problem, all); !status.ok()) return status;
                         }
                         return stage(config, all);

@@ -251,14 +251,16 @@ int shared_of(const BackwardConfig& c) {
   return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
 }
 int shared_of(const Sm90BackwardConfig& c) {
-  constexpr int ds_stages = 2, facts = 48;
+  constexpr int ds_stages = 2, facts = 48, work_stages = 4, work = 64;
   const int keys = c.block_n * (c.head_dim + c.head_dim_v);
   const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
   const int ds = ds_stages * c.block_m * c.block_n, dq = c.dq_direct() ? 0 : c.consumers() * 64 * c.dq_cols();
   const int p = c.wide() ? c.block_m * c.block_n : 0;
-  const int rows = c.row_stages() * (2 * c.block_m * 4 + facts) + 8;
-  const int barriers = (1 + c.q_stages + c.dout_stages + c.row_stages() + 1 + 1 + ds_stages) * 2 * 8;
-  return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + barriers + 1023) / 1024 * 1024;
+  const int rows = c.row_stages() * (2 * c.block_m * 4 + facts);
+  const int barriers =
+      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + 1 + 1 + ds_stages) * 2 * 8;
+  return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + work_stages * work + barriers + 1023) / 1024 *
+         1024;
 }
 int shared_of(const DbiasConfig& c) {
   const int rest = (2 * c.block + c.block * (c.block + 1)) * 4;
@@ -384,8 +386,11 @@ std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, 
 std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
 }
-std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem) {
+std::int64_t backward_tiles(const Sm90BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
+}
+std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
+  return std::min<std::int64_t>(backward_tiles(config, problem), limits.multiprocessors);
 }
 std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem) {
   const auto& extent = problem.dbias.extent;
@@ -411,8 +416,8 @@ BackwardWorkspace backward_workspace(int block_m, const Problem& problem) {
   w.dq_acc = padded(all_rows_q(problem) * problem.num_heads_q * 4);  // delta stands first
   w.turn = w.dq_acc +
            padded(tiles_q(problem, 16) * problem.num_heads_q * 16 * ceil_div(problem.head_dim, 8) * 8 * 4);
-  w.end =
-      w.turn + padded(problem.deterministic ? (tiles_q(problem, block_m) * problem.num_heads_q + 1) * 4 : 0);
+  w.ticket = w.turn + (problem.deterministic ? tiles_q(problem, block_m) * problem.num_heads_q * 4 : 0);
+  w.end = padded(w.ticket + 4);
   return w;
 }
 

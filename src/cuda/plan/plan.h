@@ -78,7 +78,8 @@ struct SmallConfig {
 [[nodiscard]] std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem,
                                      const DeviceLimits& limits);
 [[nodiscard]] std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem);
-[[nodiscard]] std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem,
+                                     const DeviceLimits& limits);
 [[nodiscard]] std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem);
 [[nodiscard]] std::int64_t blocks_of(const SmallConfig& config, const Problem& problem);
 
@@ -87,9 +88,12 @@ struct SmallConfig {
 [[nodiscard]] TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem,
                                    const DeviceLimits& limits);
 
+// Blocks of keys, of all heads, that the blocks share out.
+[[nodiscard]] std::int64_t backward_tiles(const Sm90BackwardConfig& config, const Problem& problem);
+
 // Backward's workspace, in bytes from its start.
 struct BackwardWorkspace {
-  std::int64_t delta = 0, dq_acc = 0, turn = 0, end = 0;  // dq_acc to end are to be cleared
+  std::int64_t delta = 0, dq_acc = 0, turn = 0, ticket = 0, end = 0;  // dq_acc to end are to be cleared
 };
 [[nodiscard]] BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem);
 [[nodiscard]] BackwardWorkspace backward_workspace(const Sm90BackwardConfig& config, const Problem& problem);
