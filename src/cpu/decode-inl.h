@@ -1,12 +1,14 @@
 // Decode: a few queries of each sequence against its cache, which is read once.
 //
-// First k_new and v_new are appended. Then a task is (sequence, key head, split of the keys): all query heads that
-// share the key head are its rows, query by query, so that no other task reads those keys (core/split.h; many
-// rows are cut into blocks of task_rows). A sequence of several splits leaves acc_o, maximum and sum of each in
-// the workspace, and a last pass merges them.
+// First k_new and v_new are appended. Then a task is (sequence, some key heads, split of the keys): all query heads
+// that share a key head are rows of one tile, query by query, so that no other task reads those keys (core/split.h;
+// many rows are cut into blocks of task_rows). A sequence of several splits leaves acc_o, maximum and sum of each
+// in the workspace, and a last pass merges them.
 //
 // Few rows stream: k and v are read row by row where they lie, by way of pointers, so that a page may have any
-// size; converting and packing them for a matmul would cost more than the products. Many rows take forward's way.
+// size; converting and packing them for a matmul would cost more than the products. Key heads that lie side by
+// side are taken together, block of keys by block of keys: memory then goes by in one piece, which is twice as
+// fast as rows at a distance. Many rows take forward's way.
 #pragma once
 
 #include "core/split.h"
@@ -17,9 +19,12 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 // --- How the work is cut -----------------------------------------------------------------------------------
 
-constexpr std::int64_t few_rows = 16;        // stream
-constexpr std::int64_t split_rows = 64;      // more are tasks enough: no automatic splits
+constexpr std::int64_t few_rows = 16;          // stream
+constexpr std::int64_t stream_block = 64;      // keys; of all heads of a task, a part of the second-level cache
+constexpr std::int64_t stream_task_rows = 64;  // of all key heads of a task
+constexpr std::int64_t split_rows = 64;        // more are tasks enough: no automatic splits
 constexpr std::int64_t max_decode_rows = 256;  // of a task
+static_assert(forward_tiles.block_n % stream_block == 0 && stream_block % col_align == 0);
 constexpr Splits::Rule split_rule{forward_tiles.block_n, 512, 64};
 static_assert(few_rows <= forward_tiles.tile_m && 512 % forward_tiles.block_n == 0);
 
@@ -35,7 +40,18 @@ HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
                                  problem.head_dim_v * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t most = std::min({forward_tiles.task_bytes / row_bytes, max_decode_rows,
                                       problem.max_seqlen_q * problem.group_size});
-  return round_up(std::max(most, few_rows), forward_tiles.tile_m);
+  return round_up(std::max(most, stream_task_rows), forward_tiles.tile_m);
+}
+
+// Key heads of a task. They change the order of the work, and no result.
+HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, std::int64_t tasks_of_head, int threads) {
+  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
+  const std::int64_t rows = std::max<std::int64_t>(problem.max_seqlen_q * problem.group_size, 1);
+  if (!adjacent || rows > few_rows) return 1;
+  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / rows);
+  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
+    heads = (heads + 1) / 2;
+  return heads;
 }
 
 HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence, std::int64_t task_rows) {
@@ -51,17 +67,31 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
 
 // One thread's arrays.
 struct DecodeScratch : ForwardScratch {
-  float* few_q;  // where Element is not float
+  float *few_q, *few_s;  // of rows that stream
   const void **k_rows[2], **v_rows[2];
 
   DecodeScratch(Carver& carve, const Problem& problem, std::int64_t task_rows)
       : ForwardScratch(carve, problem, task_rows) {
-    few_q = carve.take<float>(few_rows * depth_ld);
+    few_q = carve.take<float>(stream_task_rows * depth_ld);
+    few_s = carve.take<float>(stream_task_rows * few_ld);
     for (int i = 0; i < 2; ++i) {
-      k_rows[i] = carve.take<const void*>(forward_tiles.block_n + 4);
-      v_rows[i] = carve.take<const void*>(forward_tiles.block_n + 4);
+      k_rows[i] = carve.take<const void*>(stream_block + 4);
+      v_rows[i] = carve.take<const void*>(stream_block + 4);
     }
   }
+  // Of the rows from `first` on, as they stream.
+  [[nodiscard]] DecodeScratch from(std::int64_t first) const {
+    DecodeScratch part = *this;
+    part.few_q += first * depth_ld;
+    part.few_s += first * few_ld;
+    part.acc_o += first * value_cols;
+    part.row_max += first;
+    part.row_sum += first * lanes;
+    part.alpha += first;
+    part.tile_ld = few_ld;
+    return part;
+  }
+  static constexpr std::int64_t few_ld = stream_block + 16;
 };
 
 // Of sequences of several splits, row by row: split s of row r of key head h is row
@@ -196,30 +226,48 @@ HWY_INLINE void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
   }
 }
 
-// Rows that will be wanted next, called for one at a time.
+// Rows that will be wanted next, called for line by line between the products: all at once they would hold up
+// everything else.
 struct Next {
   const void* const* rows = nullptr;
   std::int64_t count = 0, bytes = 0;
+  const char* line = nullptr;
+  const char* end = nullptr;
 
-  void fetch(std::int64_t i) const {
-    if (i >= count) return;
-    const char* row = static_cast<const char*>(rows[i]);
-    for (std::int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes)
+      : rows(list), count(row_count), bytes(row_bytes) {}
+
+  HWY_INLINE void fetch(int lines) {
+    for (int i = 0; i < lines; ++i) {
+      if (line >= end) {
+        if (count == 0) return;
+        line = static_cast<const char*>(*rows++);
+        end = line + bytes;
+        --count;
+      }
+      __builtin_prefetch(line, 0, 2);
+      line += 64;
+    }
+  }
+  void fetch_all() {
+    while (count > 0 || line < end) fetch(1);
   }
 };
 
-// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups of stream_keys.
+// Lines of four vectors: what a step of the loops below works through.
+template <class T>
+constexpr int lines_of_step = std::max<int>(1, 4 * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) / 64);
+
+// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups of stream_keys. The head's elements
+// lie `offset` behind the row's pointer.
 template <int rows, class T>
 HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
-                                std::int64_t begin, std::int64_t end, std::int64_t dim, float* HWY_RESTRICT s,
-                                std::int64_t s_ld, const Next& next) {
+                                std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
+                                float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
   const std::int64_t whole = dim / lanes * lanes;
   for (std::int64_t j = begin; j < end; j += stream_keys) {
     const T* k[stream_keys];
-    for (int n = 0; n < stream_keys; ++n) {
-      k[n] = static_cast<const T*>(k_rows[j + n]);
-      next.fetch(j + n);
-    }
+    for (int n = 0; n < stream_keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
     Vec acc[rows][stream_keys];
     HWY_UNROLL(4)
     for (int r = 0; r < rows; ++r) {
@@ -227,6 +275,7 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
       for (int n = 0; n < stream_keys; ++n) acc[r][n] = set(0.0f);
     }
     const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
+      next.fetch(lines_of_step<T>);
       Vec kc[stream_keys];
       HWY_UNROLL(4)
       for (int n = 0; n < stream_keys; ++n) kc[n] = load_k(k[n] + c);
@@ -248,10 +297,10 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
 // acc_o[r] = alpha[r] acc_o[r] + sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is what
 // of a row's elements is there.
 template <int rows, int vectors, bool whole, class T>
-HWY_NOINLINE void stream_values(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
-                                std::int64_t begin, std::int64_t end, std::int64_t c, std::int64_t left,
-                                const float* HWY_RESTRICT alpha, float* HWY_RESTRICT acc_o,
-                                std::int64_t o_ld, const Next& next) {
+HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
+                                 std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t c,
+                                 std::int64_t left, const float* HWY_RESTRICT alpha, float* HWY_RESTRICT acc_o,
+                                 std::int64_t o_ld, Next& next) {
   Vec acc[rows][vectors];
   HWY_UNROLL(4)
   for (int r = 0; r < rows; ++r) {
@@ -260,8 +309,8 @@ HWY_NOINLINE void stream_values(const float* HWY_RESTRICT p, std::int64_t p_ld, 
       acc[r][n] = hn::Mul(set(alpha[r]), load(acc_o + r * o_ld + c + n * lanes));
   }
   for (std::int64_t j = begin; j < end; ++j) {
-    next.fetch(j);
-    const T* row = static_cast<const T*>(v_rows[j]) + c;
+    next.fetch(lines_of_step<T>);
+    const T* row = static_cast<const T*>(v_rows[j]) + offset + c;
     Vec v[vectors];
     HWY_UNROLL(4)
     for (int n = 0; n < vectors; ++n)
@@ -281,16 +330,18 @@ HWY_NOINLINE void stream_values(const float* HWY_RESTRICT p, std::int64_t p_ld, 
 }
 
 template <int rows, class T>
-HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows, std::int64_t begin,
-                              std::int64_t end, std::int64_t dim, const float* alpha, float* acc_o,
-                              std::int64_t o_ld, Next next) {
+HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows, std::int64_t offset,
+                              std::int64_t begin, std::int64_t end, std::int64_t dim, const float* alpha,
+                              float* acc_o, std::int64_t o_ld, Next& next) {
   std::int64_t c = 0;
-  for (; c + stream_vectors * lanes <= dim; c += stream_vectors * lanes, next.count = 0) {
-    stream_values<rows, stream_vectors, true, T>(p, p_ld, v_rows, begin, end, c, dim - c, alpha, acc_o, o_ld,
-                                                 next);
+  for (; c + stream_vectors * lanes <= dim; c += stream_vectors * lanes) {
+    stream_columns<rows, stream_vectors, true, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o,
+                                                  o_ld, next);
   }
-  for (; c < dim; c += lanes, next.count = 0)
-    stream_values<rows, 1, false, T>(p, p_ld, v_rows, begin, end, c, dim - c, alpha, acc_o, o_ld, next);
+  for (; c < dim; c += lanes) {
+    stream_columns<rows, 1, false, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o, o_ld,
+                                      next);
+  }
 }
 
 // Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.
@@ -329,46 +380,73 @@ HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, st
     rotate_row(problem.cache, problem.query_position(task.b, task.query(row)), to);
 }
 
-HWY_NOINLINE void stream_keys_of(const TaskRows& task, const DecodeScratch& scratch, Range rows, Range keys,
-                                 std::int64_t kv_head) {
-  const Problem& problem = task.problem;
-  const std::int64_t block_n = forward_tiles.block_n, size = size_of(problem.dtype), begin = task.sequence.k_begin;
+// What a task does, for each of its key heads.
+struct DecodeWork {
+  const Problem& problem;
+  const DecodeLayout& layout;
+  Sequence sequence;
+  DecodeCut cut;
+  std::int64_t b, split;
+  BasicRange<std::int64_t> kv_heads;
+  Range rows, keys;  // rows of each key head
+
+  [[nodiscard]] TaskRows task(std::int64_t kv_head) const {
+    return {problem, sequence, b, kv_head * problem.group_size, problem.group_size};
+  }
+};
+
+// Key heads that lie side by side: block by block, first the scores of all of them, then the values. Meanwhile the
+// block's values and then the next block's keys are called for.
+HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
+  const Problem& problem = work.problem;
+  const std::int64_t size = size_of(problem.dtype), rows = work.rows.size(), heads = work.kv_heads.size();
   const auto block_at = [&](std::int64_t key) {
-    return Range{key, std::min<long long>({key + block_n, keys.end, task.sequence.seqlen_k})};
+    return Range{key, std::min<long long>(key + stream_block, work.keys.end)};
   };
   const auto find = [&](Range block, int side) {
-    find_rows(problem, task.b, begin + block.begin, block.size(), kv_head, scratch.k_rows[side],
-              scratch.v_rows[side]);
+    find_rows(problem, work.b, work.sequence.k_begin + block.begin, block.size(), work.kv_heads.begin,
+              scratch.k_rows[side], scratch.v_rows[side]);
   };
-  float* s = scratch.s[0];
+  const auto next_keys = [&](Range block, int side) {
+    return Next(scratch.k_rows[side], block.size(), heads * problem.head_dim * size);
+  };
   int side = 0;
-  Range block = block_at(keys.begin / block_n * block_n);
+  Range block = block_at(work.keys.begin / stream_block * stream_block);
   find(block, side);
-  const Next first{scratch.k_rows[side], block.size(), problem.head_dim * size};
-  for (std::int64_t i = 0; i < block.size(); ++i) first.fetch(i);
-  for (std::int64_t i = rows.begin; i < rows.end; ++i)
-    load_query(task, i, scratch.few_q + (i - rows.begin) * scratch.depth_ld, scratch.depth_ld);
+  next_keys(block, side).fetch_all();
+  for (std::int64_t h = 0; h < heads; ++h) {
+    const TaskRows task = work.task(work.kv_heads.begin + h);
+    for (std::int64_t r = 0; r < rows; ++r)
+      load_query(task, r, scratch.few_q + (h * rows + r) * scratch.depth_ld, scratch.depth_ld);
+  }
+  const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
   for (; !block.empty(); side = 1 - side) {
-    const Range next = block_at(block.begin + block_n);
+    const Range next = block_at(block.begin + stream_block);
     find(next, 1 - side);
-    const Range cols = columns_of(task.keys_of_any(rows), block);
+    const Range cols = columns_of(seen, block);
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
     with_type(problem.dtype, [&](auto* type) HWY_ATTR {
       using T = std::remove_pointer_t<decltype(type)>;
-      const Next values{scratch.v_rows[side], block.size(), problem.head_dim_v * size};
-      over_few_rows(rows.size(), [&](std::int64_t r, auto count) HWY_ATTR {
-        stream_scores<count, T>(scratch.few_q + r * scratch.depth_ld, scratch.depth_ld, scratch.k_rows[side],
-                                cols.begin, end, problem.head_dim, s + r * scratch.tile_ld, scratch.tile_ld,
-                                r == 0 ? values : Next());
-      });
-      softmax_tile(task, scratch, s, s, scratch.tile_ld, rows, rows.begin, block.begin, cols,
-                   [](std::int64_t) {});
-      const Next keys_next{scratch.k_rows[1 - side], next.size(), problem.head_dim * size};
-      over_few_rows(rows.size(), [&](std::int64_t r, auto count) HWY_ATTR {
-        stream_values<count, T>(s + r * scratch.tile_ld, scratch.tile_ld, scratch.v_rows[side], cols.begin, end,
-                                problem.head_dim_v, scratch.alpha + r, scratch.acc_o + r * scratch.value_cols,
-                                scratch.value_cols, r == 0 ? keys_next : Next());
-      });
+      Next values(scratch.v_rows[side], block.size(), heads * problem.head_dim_v * size);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const DecodeScratch part = scratch.from(h * rows);
+        over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
+          stream_scores<count, T>(part.few_q + r * part.depth_ld, part.depth_ld, part.k_rows[side],
+                                  h * problem.k.head, cols.begin, end, problem.head_dim,
+                                  part.few_s + r * part.tile_ld, part.tile_ld, values);
+        });
+        softmax_tile(work.task(work.kv_heads.begin + h), part, part.few_s, part.few_s, part.tile_ld, work.rows, 0,
+                     block.begin, cols, [](std::int64_t) {});
+      }
+      Next keys = next_keys(next, 1 - side);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const DecodeScratch part = scratch.from(h * rows);
+        over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
+          stream_values<count, T>(part.few_s + r * part.tile_ld, part.tile_ld, part.v_rows[side],
+                                  h * problem.v.head, cols.begin, end, problem.head_dim_v, part.alpha + r,
+                                  part.acc_o + r * part.value_cols, part.value_cols, keys);
+        });
+      }
     });
     block = next;
   }
@@ -390,8 +468,8 @@ HWY_INLINE Rows cache_rows(const Problem& problem, const View& view, std::int64_
   return {to, ld};
 }
 
-HWY_NOINLINE void multiply_keys_of(const TaskRows& task, const DecodeScratch& scratch, Range rows, Range keys,
-                                   std::int64_t kv_head) {
+HWY_NOINLINE void multiply_task(const TaskRows& task, const DecodeScratch& scratch, Range rows, Range keys,
+                                std::int64_t kv_head) {
   const Problem& problem = task.problem;
   const Sequence& sequence = task.sequence;
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
@@ -419,39 +497,54 @@ HWY_NOINLINE void multiply_keys_of(const TaskRows& task, const DecodeScratch& sc
   }
 }
 
+// The results of one key head: o and lse, or its part of them.
+HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t kv_head) {
+  if (work.cut.splits.count == 1) return finish_rows(work.task(kv_head), scratch, work.rows);
+  const DecodeLayout& layout = work.layout;
+  const std::int64_t dim = work.problem.head_dim_v;
+  const std::int64_t to = layout.first_partial[work.b] +
+                          (work.split * work.problem.num_heads_k + kv_head) * work.cut.rows + work.rows.begin;
+  for (std::int64_t r = 0; r < work.rows.size(); ++r) {
+    std::memcpy(layout.o_partial + (to + r) * dim, scratch.acc_o + r * scratch.value_cols,
+                static_cast<std::size_t>(dim) * sizeof(float));
+    layout.max_partial[to + r] = scratch.row_max[r];
+    layout.sum_partial[to + r] = sum_of(load(scratch.row_sum + r * lanes));
+  }
+}
+
 HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout, const DecodeScratch& scratch,
-                              const BlockTasks::Task& index) {
-  const std::int64_t b = index.b, kv_head = index.h, group = problem.group_size;
+                              const BlockTasks::Task& index, std::int64_t task_heads) {
+  const std::int64_t b = index.b, group = problem.group_size;
+  const BasicRange<std::int64_t> kv_heads{index.h * task_heads,
+                                          std::min((index.h + 1) * task_heads, problem.num_heads_k)};
   const Sequence sequence = sequence_or_rest(problem, b);
   if (b == problem.batch) {  // rows that belong to no sequence
-    for (std::int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    for (std::int64_t h = kv_heads.begin * group; h < kv_heads.end * group; ++h)
       clear_rows(problem, sequence, b, h, {0, sequence.allocated_q});
     return;
   }
   const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
   const std::int64_t split = index.block / cut.row_blocks;
   const std::int64_t first = index.block % cut.row_blocks * layout.task_rows;
-  const Range rows{first, std::min(first + layout.task_rows, cut.rows)};
-  const TaskRows task(problem, sequence, b, kv_head * group, group);
-  const Range seen = task.keys_of_any(rows);
-  const Range keys{std::max<long long>(seen.begin, split * cut.splits.keys),
-                   std::min<long long>(seen.end, (split + 1) * cut.splits.keys)};
-  start_rows(task, scratch, rows, split == 0);
-  if (!keys.empty()) {
-    if (cut.rows <= few_rows) {
-      stream_keys_of(task, scratch, rows, keys, kv_head);
-    } else {
-      multiply_keys_of(task, scratch, rows, keys, kv_head);
+  DecodeWork work{problem, layout, sequence, cut, b, split, kv_heads, {}, {}};
+  work.rows = {first, std::min(first + layout.task_rows, cut.rows)};
+  const Range seen = work.task(kv_heads.begin).keys_of_any(work.rows);
+  work.keys = {std::max<long long>(seen.begin, split * cut.splits.keys),
+               std::min<long long>(seen.end, (split + 1) * cut.splits.keys)};
+  if (cut.rows > few_rows) {
+    for (std::int64_t h = kv_heads.begin; h < kv_heads.end; ++h) {
+      const TaskRows task = work.task(h);
+      start_rows(task, scratch, work.rows, split == 0);
+      if (!work.keys.empty()) multiply_task(task, scratch, work.rows, work.keys, h);
+      finish_head(work, scratch, h);
     }
+    return;
   }
-  if (cut.splits.count == 1) return finish_rows(task, scratch, rows);
-  const std::int64_t to = layout.first_partial[b] + (split * problem.num_heads_k + kv_head) * cut.rows + first;
-  for (std::int64_t r = 0; r < rows.size(); ++r) {
-    std::memcpy(layout.o_partial + (to + r) * problem.head_dim_v, scratch.acc_o + r * scratch.value_cols,
-                static_cast<std::size_t>(problem.head_dim_v) * sizeof(float));
-    layout.max_partial[to + r] = scratch.row_max[r];
-    layout.sum_partial[to + r] = sum_of(load(scratch.row_sum + r * lanes));
-  }
+  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
+    start_rows(work.task(kv_heads.begin + h), scratch.from(h * cut.rows), work.rows, split == 0);
+  if (!work.keys.empty()) stream_task(work, scratch);
+  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
+    finish_head(work, scratch.from(h * cut.rows), kv_heads.begin + h);
 }
 
 // The splits of one sequence and key head, merged in their order.
@@ -502,14 +595,19 @@ HWY_NOINLINE void decode(const Problem& problem, int threads, void* workspace) {
   }
   // Splits times row blocks; the rows that belong to no sequence are one block.
   bool merge = false;
-  const BlockTasks tasks(problem, problem.num_heads_k, 1, layout.first_task, [&](const Sequence& sequence) {
+  std::int64_t tasks_of_head = 0;
+  const auto blocks_of = [&](const Sequence& sequence) {
     const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
     merge = merge || cut.splits.count > 1;
+    tasks_of_head += cut.splits.count * cut.row_blocks;
     return cut.splits.count * cut.row_blocks;
-  });
+  };
+  BlockTasks tasks(problem, 1, 1, layout.first_task, blocks_of);
+  const std::int64_t heads = decode_task_heads(problem, tasks_of_head, threads);
+  tasks.heads = round_up(problem.num_heads_k, heads) / heads;
   parallel_for(tasks.count(), threads, [&](std::int64_t index, int slot) {
     [[maybe_unused]] const Session session;
-    decode_task(problem, layout, scratch_of(slot), tasks.task(index));
+    decode_task(problem, layout, scratch_of(slot), tasks.task(index), heads);
   });
   if (!merge) return;
   parallel_for(pairs, threads, [&](std::int64_t index, int slot) {
