@@ -178,7 +178,8 @@ TESSERA_EXPORT tessera_code tessera_explain_forward(const tessera_forward_args* 
                                                     size_t* size);
 TESSERA_EXPORT tessera_code tessera_explain_backward(const tessera_backward_args* args, char* buffer,
                                                      size_t* size);
-TESSERA_EXPORT tessera_code tessera_explain_decode(const tessera_decode_args* args, char* buffer, size_t* size);
+TESSERA_EXPORT tessera_code tessera_explain_decode(const tessera_decode_args* args, char* buffer,
+                                                   size_t* size);
 
 TESSERA_EXPORT const char* tessera_last_error(void);  /* "" after a success */
 TESSERA_EXPORT const char* tessera_last_kernel(void); /* as tessera::last_kernel() */

@@ -154,18 +154,18 @@ struct Backward {
 // The cache is contiguous, (batch_cache, seqlen_cache, num_heads_k, dim), or with page_table paged,
 // (num_pages, page_size, num_heads_k, dim). k_new and v_new, if given, are first appended to it, in place.
 //
-// Of the options these have no place here: bias, dropout, seqused and Alignment::top_left. cu_seqlens_q packs q,
-// o and lse, and cu_seqlens_k then k_new and v_new. max_seqlen_k is the most keys of any sequence after the
-// append; default: what the cache has room for. The workspace grows with it.
+// Of the options these have no place here: bias, dropout, seqused and Alignment::top_left. cu_seqlens_q packs
+// q, o and lse, and cu_seqlens_k then k_new and v_new. max_seqlen_k is the most keys of any sequence after
+// the append; default: what the cache has room for. The workspace grows with it.
 struct Decode {
   Tensor q;
-  Tensor k_cache, v_cache;        // q's dtype; written to if k_new is given
-  Tensor cache_seqlens;           // int32 (batch): keys in the cache before the append
-  Tensor page_table;              // optional; int32 (batch, max_pages): page i / page_size has key i
-  Tensor cache_batch_idx;         // optional, contiguous only; int32 (batch): default b
-  Tensor leftpad_k;               // optional, contiguous only; int32 (batch): a sequence's first key
-  Tensor k_new, v_new;            // optional; q's dtype (batch, seqlen_new, num_heads_k, dim)
-  Tensor rotary_cos, rotary_sin;  // optional, with k_new; float32 or q's dtype (positions, rotary_dim / 2)
+  Tensor k_cache, v_cache;          // q's dtype; written to if k_new is given
+  Tensor cache_seqlens;             // int32 (batch): keys in the cache before the append
+  Tensor page_table;                // optional; int32 (batch, max_pages): page i / page_size has key i
+  Tensor cache_batch_idx;           // optional, contiguous only; int32 (batch): default b
+  Tensor leftpad_k;                 // optional, contiguous only; int32 (batch): a sequence's first key
+  Tensor k_new, v_new;              // optional; q's dtype (batch, seqlen_new, num_heads_k, dim)
+  Tensor rotary_cos, rotary_sin;    // optional, with k_new; float32 or q's dtype (positions, rotary_dim / 2)
   bool rotary_interleaved = false;  // pairs (2i, 2i + 1); otherwise (i, i + rotary_dim / 2)
   Tensor o;                         // q's dtype or float32
   Tensor lse;                       // optional; float32, as in Forward
@@ -200,8 +200,8 @@ struct MergeStates {
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Backward& call);
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Decode& call);
 
-// What would run, and why. Data pointers are read only for cu_seqlens, seqused and the int32 tensors of Decode,
-// and on a GPU not even there: its sequences are counted as if they were equally long and fully used.
+// What would run, and why. Data pointers are read only for cu_seqlens, seqused and the int32 tensors of
+// Decode, and on a GPU not even there: its sequences are counted as if they were equally long and fully used.
 struct Explanation {
   struct Refusal {
     std::string kernel;

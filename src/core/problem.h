@@ -84,8 +84,8 @@ struct Problem {
   std::int64_t batch = 0;
   std::int64_t num_heads_q = 0, num_heads_k = 0, group_size = 1;
   std::int64_t head_dim = 0, head_dim_v = 0;
-  // Of any sequence, seqused not applied. On a GPU what the caller says, or else rows_q and rows_k: bounds, and
-  // in decode max_seqlen_k always is one.
+  // Of any sequence, seqused not applied. On a GPU what the caller says, or else rows_q and rows_k: bounds,
+  // and in decode max_seqlen_k always is one.
   std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool packed = false;
   // Extent of the sequence dimension of q and k: seqlen, or the totals when packed. Rows from
@@ -125,8 +125,8 @@ struct Problem {
     return alibi_slopes == nullptr ? 0.0f : alibi_slopes[b * alibi_batch + h * alibi_head];
   }
   [[nodiscard]] float sink(std::int64_t h) const;  // only with sinks
-  // Decode. Where slot s of sequence b lies: k.offset(b, s, h) of what this returns. And the row of cos and sin
-  // for a query; a new key's is its slot.
+  // Decode. Where slot s of sequence b lies: k.offset(b, s, h) of what this returns. And the row of cos and
+  // sin for a query; a new key's is its slot.
   struct Slot {
     std::int64_t b, s;
   };

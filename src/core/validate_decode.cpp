@@ -1,4 +1,5 @@
-// Validation of decode and merge_states. Of a GPU's lengths, tables and indices only shape and dtype are checked.
+// Validation of decode and merge_states. Of a GPU's lengths, tables and indices only shape and dtype are
+// checked.
 #include <algorithm>
 #include <vector>
 
@@ -129,8 +130,8 @@ bool DecodeValidator::appended() {
     return false;
   cache.k_new = token_view(call_.k_new);
   cache.v_new = token_view(call_.v_new);
-  return !problem.packed || cumulative("cu_seqlens_k", options_.cu_seqlens_k, "total_new", cache.rows_new,
-                                       problem.cu_seqlens_k);
+  return !problem.packed ||
+         cumulative("cu_seqlens_k", options_.cu_seqlens_k, "total_new", cache.rows_new, problem.cu_seqlens_k);
 }
 
 bool DecodeValidator::rotary() {
@@ -218,8 +219,9 @@ bool DecodeValidator::length(std::int64_t b) {
                  "0 to " + element("cache_seqlens", b) + ", " + std::to_string(before));
   }
   if (sequence.seqlen_k > problem.max_seqlen_k) {
-    return fail("max_seqlen_k", std::to_string(problem.max_seqlen_k),
-                "at least " + std::to_string(sequence.seqlen_k) + ", the keys of sequence " + std::to_string(b));
+    return fail(
+        "max_seqlen_k", std::to_string(problem.max_seqlen_k),
+        "at least " + std::to_string(sequence.seqlen_k) + ", the keys of sequence " + std::to_string(b));
   }
   const std::int64_t blocks = call_.k_cache.shape[0];
   if (cache.batch_idx != nullptr && (cache.batch_idx[b] < 0 || cache.batch_idx[b] >= blocks)) {
@@ -245,8 +247,8 @@ bool DecodeValidator::pages(std::int64_t b, std::int64_t slots) {
   const std::int32_t* row = cache.page_table + b * cache.page_table_row;
   for (std::int64_t i = 0; i < used; ++i) {
     if (row[i] >= 0 && row[i] < count) continue;
-    return fail(element("page_table", b).append("[").append(std::to_string(i)).append("]"), std::to_string(row[i]),
-                "a page of k_cache, 0 to " + std::to_string(count - 1));
+    return fail(element("page_table", b).append("[").append(std::to_string(i)).append("]"),
+                std::to_string(row[i]), "a page of k_cache, 0 to " + std::to_string(count - 1));
   }
   return true;
 }
@@ -270,14 +272,15 @@ bool DecodeValidator::own_slots() {
   std::sort(all.begin(), all.end(), [](const Written& x, const Written& y) {
     return x.place != y.place ? x.place < y.place : x.b < y.b;
   });
-  const auto same = std::adjacent_find(all.begin(), all.end(), [](const Written& x, const Written& y) {
-    return x.place == y.place;
-  });
+  const auto same = std::adjacent_find(all.begin(), all.end(),
+                                       [](const Written& x, const Written& y) { return x.place == y.place; });
   if (same == all.end()) return true;
   const std::int64_t first = same->b, second = (same + 1)->b;
   const std::string expected = "no slot to append to that sequence " + std::to_string(first) + " appends to";
-  if (!paged()) return fail(element("cache_batch_idx", second), std::to_string(cache.batch_idx[second]), expected);
-  return fail(element("page_table", second), "page " + std::to_string(same->place / cache.page_size), expected);
+  if (!paged())
+    return fail(element("cache_batch_idx", second), std::to_string(cache.batch_idx[second]), expected);
+  return fail(element("page_table", second), "page " + std::to_string(same->place / cache.page_size),
+              expected);
 }
 
 class MergeValidator : public Validator {
@@ -312,7 +315,8 @@ bool MergeValidator::sizes() {
   }
   problem.o = token_view(call_.o);
   problem.lse = row_view(call_.lse);
-  problem.states = {token_view(call_.o_a), row_view(call_.lse_a), token_view(call_.o_b), row_view(call_.lse_b)};
+  problem.states = {token_view(call_.o_a), row_view(call_.lse_a), token_view(call_.o_b),
+                    row_view(call_.lse_b)};
   return true;
 }
 

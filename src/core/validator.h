@@ -1,8 +1,8 @@
 // Validation's checks. validate.cpp has those that calls share, forward's and backward's; validate_decode.cpp
 // those of decode and merge_states.
 //
-// A message reads "argument: what it was, expected what", and the first fault found is reported. Every check is a
-// bool: `a() && b()` stops at the first fault, which fail() has put into the status.
+// A message reads "argument: what it was, expected what", and the first fault found is reported. Every check
+// is a bool: `a() && b()` stops at the first fault, which fail() has put into the status.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,9 @@ namespace tessera {
 inline constexpr std::int64_t max_head_dim = 256;
 inline constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
 inline constexpr std::int64_t max_heads_of_batch =
-    (std::int64_t{1} << 32) - 1;                                   // dropout's counter has 32 bits for it
-inline constexpr std::int64_t max_rows_of_heads = std::int64_t{1} << 46;  // their bytes, in any form, fit 63 bits
+    (std::int64_t{1} << 32) - 1;  // dropout's counter has 32 bits for it
+inline constexpr std::int64_t max_rows_of_heads = std::int64_t{1}
+                                                  << 46;  // their bytes, in any form, fit 63 bits
 
 // An expected extent: a number, or the name of one that is free.
 struct Extent {

@@ -1,14 +1,14 @@
 // Decode: a few queries of each sequence against its cache, which is read once.
 //
-// First k_new and v_new are appended. Then a task is (sequence, some key heads, split of the keys): all query heads
-// that share a key head are rows of one tile, query by query, so that no other task reads those keys (core/split.h;
-// many rows are cut into blocks of task_rows). A sequence of several splits leaves acc_o, maximum and sum of each
-// in the workspace, and a last pass merges them.
+// First k_new and v_new are appended. Then a task is (sequence, some key heads, split of the keys): all query
+// heads that share a key head are rows of one tile, query by query, so that no other task reads those keys
+// (core/split.h; many rows are cut into blocks of task_rows). A sequence of several splits leaves acc_o,
+// maximum and sum of each in the workspace, and a last pass merges them.
 //
-// Few rows stream: k and v are read row by row where they lie, by way of pointers, so that a page may have any
-// size; converting and packing them for a matmul would cost more than the products. Key heads that lie side by
-// side are taken together, block of keys by block of keys: memory then goes by in one piece, which is twice as
-// fast as rows at a distance. Many rows take forward's way.
+// Few rows stream: k and v are read row by row where they lie, by way of pointers, so that a page may have
+// any size; converting and packing them for a matmul would cost more than the products. Key heads that lie
+// side by side are taken together, block of keys by block of keys: memory then goes by in one piece, which is
+// twice as fast as rows at a distance. Many rows take forward's way.
 #pragma once
 
 #include "core/split.h"
@@ -19,8 +19,8 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 // --- How the work is cut -----------------------------------------------------------------------------------
 
-constexpr std::int64_t few_rows = 16;          // stream
-constexpr std::int64_t stream_block = 64;      // keys; of all heads of a task, a part of the second-level cache
+constexpr std::int64_t few_rows = 16;      // stream
+constexpr std::int64_t stream_block = 64;  // keys; of all heads of a task, a part of the second-level cache
 constexpr std::int64_t stream_task_rows = 64;  // of all key heads of a task
 constexpr std::int64_t split_rows = 64;        // more are tasks enough: no automatic splits
 constexpr std::int64_t max_decode_rows = 256;  // of a task
@@ -38,8 +38,8 @@ struct DecodeCut {
 HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
   const std::int64_t row_bytes = problem.head_dim * static_cast<std::int64_t>(sizeof(Element)) +
                                  problem.head_dim_v * static_cast<std::int64_t>(sizeof(float));
-  const std::int64_t most = std::min({forward_tiles.task_bytes / row_bytes, max_decode_rows,
-                                      problem.max_seqlen_q * problem.group_size});
+  const std::int64_t most = std::min(
+      {forward_tiles.task_bytes / row_bytes, max_decode_rows, problem.max_seqlen_q * problem.group_size});
   return round_up(std::max(most, stream_task_rows), forward_tiles.tile_m);
 }
 
@@ -256,10 +256,11 @@ struct Next {
 
 // Lines of four vectors: what a step of the loops below works through.
 template <class T>
-constexpr int lines_of_step = std::max<int>(1, 4 * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) / 64);
+constexpr int lines_of_step =
+    std::max<int>(1, 4 * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) / 64);
 
-// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups of stream_keys. The head's elements
-// lie `offset` behind the row's pointer.
+// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups of stream_keys. The head's
+// elements lie `offset` behind the row's pointer.
 template <int rows, class T>
 HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
                                 std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
@@ -294,13 +295,13 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
   }
 }
 
-// acc_o[r] = alpha[r] acc_o[r] + sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is what
-// of a row's elements is there.
+// acc_o[r] = alpha[r] acc_o[r] + sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is
+// what of a row's elements is there.
 template <int rows, int vectors, bool whole, class T>
 HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
                                  std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t c,
-                                 std::int64_t left, const float* HWY_RESTRICT alpha, float* HWY_RESTRICT acc_o,
-                                 std::int64_t o_ld, Next& next) {
+                                 std::int64_t left, const float* HWY_RESTRICT alpha,
+                                 float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
   Vec acc[rows][vectors];
   HWY_UNROLL(4)
   for (int r = 0; r < rows; ++r) {
@@ -330,13 +331,13 @@ HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld,
 }
 
 template <int rows, class T>
-HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows, std::int64_t offset,
-                              std::int64_t begin, std::int64_t end, std::int64_t dim, const float* alpha,
-                              float* acc_o, std::int64_t o_ld, Next& next) {
+HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows,
+                              std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
+                              const float* alpha, float* acc_o, std::int64_t o_ld, Next& next) {
   std::int64_t c = 0;
   for (; c + stream_vectors * lanes <= dim; c += stream_vectors * lanes) {
-    stream_columns<rows, stream_vectors, true, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o,
-                                                  o_ld, next);
+    stream_columns<rows, stream_vectors, true, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha,
+                                                  acc_o, o_ld, next);
   }
   for (; c < dim; c += lanes) {
     stream_columns<rows, 1, false, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o, o_ld,
@@ -351,14 +352,16 @@ HWY_INLINE void over_few_rows(std::int64_t rows, const Body& body, std::int64_t 
   if constexpr (count > 1) over_few_rows<count - 1>(rows, body, r);
 }
 
-// Where the keys and values of a block lie. Behind them stand three pointers more, of the last key: scores are
-// made in groups, and what is made of those is hidden.
+// Where the keys and values of a block lie. Behind them stand three pointers more, of the last key: scores
+// are made in groups, and what is made of those is hidden.
 HWY_INLINE void find_rows(const Problem& problem, std::int64_t b, std::int64_t s, std::int64_t keys,
                           std::int64_t h, const void** k_rows, const void** v_rows) {
   over_runs(problem, b, s, keys, [&](Problem::Slot slot, std::int64_t at, std::int64_t count) {
     const std::int64_t size = size_of(problem.dtype);
-    const auto* k = static_cast<const std::byte*>(problem.k.data) + problem.k.offset(slot.b, slot.s, h) * size;
-    const auto* v = static_cast<const std::byte*>(problem.v.data) + problem.v.offset(slot.b, slot.s, h) * size;
+    const auto* k =
+        static_cast<const std::byte*>(problem.k.data) + problem.k.offset(slot.b, slot.s, h) * size;
+    const auto* v =
+        static_cast<const std::byte*>(problem.v.data) + problem.v.offset(slot.b, slot.s, h) * size;
     for (std::int64_t i = 0; i < count; ++i) {
       k_rows[at + i] = k + i * problem.k.seq * size;
       v_rows[at + i] = v + i * problem.v.seq * size;
@@ -376,8 +379,7 @@ HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, st
                        problem.q.offset(task.b, task.sequence.q_begin + task.query(row), task.head(row));
     row_to_float(from, problem.head_dim, to, ld);
   });
-  if (problem.cache.rotates())
-    rotate_row(problem.cache, problem.query_position(task.b, task.query(row)), to);
+  if (problem.cache.rotates()) rotate_row(problem.cache, problem.query_position(task.b, task.query(row)), to);
 }
 
 // What a task does, for each of its key heads.
@@ -395,8 +397,8 @@ struct DecodeWork {
   }
 };
 
-// Key heads that lie side by side: block by block, first the scores of all of them, then the values. Meanwhile the
-// block's values and then the next block's keys are called for.
+// Key heads that lie side by side: block by block, first the scores of all of them, then the values.
+// Meanwhile the block's values and then the next block's keys are called for.
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   const Problem& problem = work.problem;
   const std::int64_t size = size_of(problem.dtype), rows = work.rows.size(), heads = work.kv_heads.size();
@@ -435,8 +437,8 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
                                   h * problem.k.head, cols.begin, end, problem.head_dim,
                                   part.few_s + r * part.tile_ld, part.tile_ld, values);
         });
-        softmax_tile(work.task(work.kv_heads.begin + h), part, part.few_s, part.few_s, part.tile_ld, work.rows, 0,
-                     block.begin, cols, [](std::int64_t) {});
+        softmax_tile(work.task(work.kv_heads.begin + h), part, part.few_s, part.few_s, part.tile_ld,
+                     work.rows, 0, block.begin, cols, [](std::int64_t) {});
       }
       Next keys = next_keys(next, 1 - side);
       for (std::int64_t h = 0; h < heads; ++h) {
@@ -452,8 +454,8 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
   }
 }
 
-// Rows of the cache in the matmul's form, as rows_to_transpose and rows_for_b make them (`direct`) where they lie
-// one after another.
+// Rows of the cache in the matmul's form, as rows_to_transpose and rows_for_b make them (`direct`) where they
+// lie one after another.
 template <class Direct>
 HWY_INLINE Rows cache_rows(const Problem& problem, const View& view, std::int64_t b, std::int64_t s,
                            std::int64_t h, std::int64_t rows, std::int64_t cols, Element* to, std::int64_t ld,
@@ -463,7 +465,8 @@ HWY_INLINE Rows cache_rows(const Problem& problem, const View& view, std::int64_
     return direct(view, slot.b, slot.s, h, rows, cols, to, ld, padded);
   }
   over_runs(problem, b, s, rows, [&](Problem::Slot slot, std::int64_t at, std::int64_t count) HWY_ATTR {
-    load_rows(view, slot.b, slot.s, h, count, cols, to + at * ld, ld, at + count == rows ? padded - at : count);
+    load_rows(view, slot.b, slot.s, h, count, cols, to + at * ld, ld,
+              at + count == rows ? padded - at : count);
   });
   return {to, ld};
 }
@@ -485,12 +488,12 @@ HWY_NOINLINE void multiply_task(const TaskRows& task, const DecodeScratch& scrat
   for (std::int64_t key = keys.begin / block_n * block_n; key < keys.end; key += block_n) {
     const Range block{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
     const std::int64_t padded = round_up(block.size(), col_unit), slot = sequence.k_begin + key;
-    const Rows k_rows = cache_rows(
-        problem, problem.k, task.b, slot, kv_head, block.size(), problem.head_dim, scratch.k, scratch.depth_ld,
-        padded, [](const auto&... x) HWY_ATTR { return rows_to_transpose(x...); });
-    const Rows v_rows = cache_rows(
-        problem, problem.v, task.b, slot, kv_head, block.size(), problem.head_dim_v, scratch.v, scratch.value_ld,
-        padded, [](const auto&... x) HWY_ATTR { return rows_for_b(x...); });
+    const Rows k_rows = cache_rows(problem, problem.k, task.b, slot, kv_head, block.size(), problem.head_dim,
+                                   scratch.k, scratch.depth_ld, padded,
+                                   [](const auto&... x) HWY_ATTR { return rows_to_transpose(x...); });
+    const Rows v_rows =
+        cache_rows(problem, problem.v, task.b, slot, kv_head, block.size(), problem.head_dim_v, scratch.v,
+                   scratch.value_ld, padded, [](const auto&... x) HWY_ATTR { return rows_for_b(x...); });
     const OperandB k = b_transposed(k_rows.data, k_rows.ld, scratch.depth, padded, scratch.k_operand);
     const OperandB v = b_rows(v_rows.data, v_rows.ld, padded, scratch.value_cols, scratch.v_operand);
     attend(task, scratch, rows, block, k, v, Ahead());
@@ -512,8 +515,9 @@ HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scrat
   }
 }
 
-HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout, const DecodeScratch& scratch,
-                              const BlockTasks::Task& index, std::int64_t task_heads) {
+HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout,
+                              const DecodeScratch& scratch, const BlockTasks::Task& index,
+                              std::int64_t task_heads) {
   const std::int64_t b = index.b, group = problem.group_size;
   const BasicRange<std::int64_t> kv_heads{index.h * task_heads,
                                           std::min((index.h + 1) * task_heads, problem.num_heads_k)};
@@ -548,8 +552,8 @@ HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout
 }
 
 // The splits of one sequence and key head, merged in their order.
-HWY_NOINLINE void combine_task(const Problem& problem, const DecodeLayout& layout, const DecodeScratch& scratch,
-                               std::int64_t b, std::int64_t kv_head) {
+HWY_NOINLINE void combine_task(const Problem& problem, const DecodeLayout& layout,
+                               const DecodeScratch& scratch, std::int64_t b, std::int64_t kv_head) {
   const Sequence sequence = problem.sequence(b);
   const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
   if (cut.splits.count == 1) return;

@@ -66,8 +66,9 @@ struct ForwardScratch {
   }
 };
 
-// The rows of a task: row r is query r / heads of head first_head + r % heads. Forward's are those of one head;
-// decode puts all heads that share keys into one tile. Either way the ends of a row's keys never decrease.
+// The rows of a task: row r is query r / heads of head first_head + r % heads. Forward's are those of one
+// head; decode puts all heads that share keys into one tile. Either way the ends of a row's keys never
+// decrease.
 struct TaskRows {
   const Problem& problem;
   const Sequence& sequence;
@@ -144,9 +145,9 @@ HWY_INLINE Vec exponentiate(const RowPiece& piece, const float* x, float scale, 
 // undoes. Beyond, it could be more than an exponent holds.
 constexpr float most_rounded = 1024.0f;
 
-// The online softmax over one tile: s becomes p (at the row stride p_ld, in the same place or in another), the
-// rows' state moves on, alpha is what acc_o must shrink by. All rows' maxima first: the exponentials then wait
-// for none of them. After each row's exponentials comes between(rows left).
+// The online softmax over one tile: s becomes p (at the row stride p_ld, in the same place or in another),
+// the rows' state moves on, alpha is what acc_o must shrink by. All rows' maxima first: the exponentials then
+// wait for none of them. After each row's exponentials comes between(rows left).
 template <class P, class Between>
 HWY_NOINLINE void softmax_tile(const TaskRows& task, const ForwardScratch& scratch, float* s, P* tile_p,
                                std::int64_t p_ld, Range rows, std::int64_t first_row, std::int64_t key,

@@ -31,7 +31,8 @@ HWY_NOINLINE void merge_task(const Problem& problem, std::int64_t b, std::int64_
     const float x = *at(lse_a, s), y = *at(lse_b, s);
     const float most = std::max(x, y);
     // A side without keys has weight 0, and what is in its o does not matter; without any o is 0.
-    float weight_a = x == -infinity ? 0.0f : std::exp(x - most), weight_b = y == -infinity ? 0.0f : std::exp(y - most);
+    float weight_a = x == -infinity ? 0.0f : std::exp(x - most),
+          weight_b = y == -infinity ? 0.0f : std::exp(y - most);
     const float sum = weight_a + weight_b;
     const bool seen = sum != 0.0f;
     if (seen) {

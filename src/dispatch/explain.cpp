@@ -34,8 +34,7 @@ Sequence sequence_of(const Problem& problem, std::int64_t b) {
   Sequence s;
   const bool decode = problem.direction == Direction::decode;
   s.seqlen_q = s.allocated_q = share(problem.rows_q, problem.packed);
-  s.seqlen_k = s.allocated_k =
-      decode ? problem.max_seqlen_k : share(problem.rows_k, problem.packed);
+  s.seqlen_k = s.allocated_k = decode ? problem.max_seqlen_k : share(problem.rows_k, problem.packed);
   return s;
 }
 

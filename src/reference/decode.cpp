@@ -114,7 +114,8 @@ class Decoder {
   [[nodiscard]] Index new_begin(Index b) const { return problem_.packed ? problem_.cu_seqlens_k[b] : 0; }
   [[nodiscard]] Index new_keys(Index b) const {
     if (!problem_.cache.k_new.given()) return 0;
-    return problem_.packed ? problem_.cu_seqlens_k[b + 1] - problem_.cu_seqlens_k[b] : problem_.cache.rows_new;
+    return problem_.packed ? problem_.cu_seqlens_k[b + 1] - problem_.cu_seqlens_k[b]
+                           : problem_.cache.rows_new;
   }
   [[nodiscard]] Index longest() const {
     Index most = 0;
@@ -154,13 +155,12 @@ class Decoder {
     }
   }
 
-  // Under a causal mask or a window query i stands behind the cache's keys as the new keys do; else all of them
-  // stand where the first does.
+  // Under a causal mask or a window query i stands behind the cache's keys as the new keys do; else all of
+  // them stand where the first does.
   void queries(Index b) {
     const Index begin = problem_.packed ? problem_.cu_seqlens_q[b] : 0;
     const Index count = problem_.packed ? problem_.cu_seqlens_q[b + 1] - begin : problem_.rows_q;
-    const bool ordered =
-        problem_.window_left < Mask::unbounded || problem_.window_right < Mask::unbounded;
+    const bool ordered = problem_.window_left < Mask::unbounded || problem_.window_right < Mask::unbounded;
     for (Index i = 0; i < count; ++i) {
       for (Index h = 0; h < problem_.num_heads_q; ++h) {
         std::vector<double> q = read_row(problem_.q, b, begin + i, h, problem_.head_dim);
@@ -215,7 +215,8 @@ Outputs merge_states(const Problem& problem) {
         if (x == none && y == none) continue;
         const double most = std::max(x, y), lse = most + std::log(std::exp(x - most) + std::exp(y - most));
         outputs.lse[(b * problem.num_heads_q + h) * problem.rows_q + s] = lse;
-        double* o = outputs.o.data() + ((b * problem.rows_q + s) * problem.num_heads_q + h) * problem.head_dim_v;
+        double* o =
+            outputs.o.data() + ((b * problem.rows_q + s) * problem.num_heads_q + h) * problem.head_dim_v;
         const auto add = [&](const View& view, double weight) {
           if (weight == 0) return;
           const std::vector<double> row = read_row(view, b, s, h, problem.head_dim_v);

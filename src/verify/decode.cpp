@@ -74,8 +74,9 @@ struct Inputs {
 
 // The cache must be as it was but for the rows that were appended; those may be rounded another way if they
 // were rotated.
-void compare_cache(const char* name, const DecodeTensors& tensors, const Buffer& cache, const AlignedBytes& before,
-                   const std::vector<double>& appended, Index width, double unit, Comparison& comparison) {
+void compare_cache(const char* name, const DecodeTensors& tensors, const Buffer& cache,
+                   const AlignedBytes& before, const std::vector<double>& appended, Index width, double unit,
+                   Comparison& comparison) {
   const DecodeCase& c = tensors.settings;
   const Index heads = c.num_heads_k, size = size_of(c.dtype);
   const Index first = static_cast<const std::byte*>(cache.tensor().data) - cache.bytes().data();
@@ -109,7 +110,8 @@ DecodeTensors::DecodeTensors(const DecodeCase& c) : settings(c) {
   for (Index b = 0; b < batch(); ++b) {
     longest = std::max(longest, c.cache_seqlens[b] + new_keys(c, b));
     last_position = std::max<Index>(
-        last_position, c.cache_seqlens[b] + std::max<Index>(new_keys(c, b), packed ? c.lengths_q[b] : c.seqlen_q));
+        last_position,
+        c.cache_seqlens[b] + std::max<Index>(new_keys(c, b), packed ? c.lengths_q[b] : c.seqlen_q));
   }
   Index blocks = 0, slots = longest + c.room;
   if (c.page_size > 0) {
@@ -274,13 +276,13 @@ std::string judge(DecodeTensors& tensors) {
     if (std::isfinite(error)) lse_deviation = std::max(lse_deviation, error / 2);
   }
   if (c.lse) comparison.lse(tensors.lse, expected.outputs.lse, expected.plain_outputs.lse, lse_deviation);
-  const double unit =
-      c.dtype == DType::bfloat16 ? 0x1p-7 : c.dtype == DType::float16 ? 0x1p-10 : 0x1p-21;
+  const double unit = c.dtype == DType::bfloat16 ? 0x1p-7 : c.dtype == DType::float16 ? 0x1p-10 : 0x1p-21;
   compare_cache("k_cache", tensors, tensors.k_cache, k_before, expected.k_new, c.head_dim,
                 c.rotary_dim > 0 ? unit * std::max(1.0, c.magnitude) : 0.0, comparison);
   compare_cache("v_cache", tensors, tensors.v_cache, v_before, expected.v_new, c.head_dim_v, 0.0, comparison);
   for (const auto& [name, buffer] : Inputs(tensors).list) {
-    if (buffer->given() && !buffer->unchanged()) comparison.fail(std::string(name) + ": an input was changed");
+    if (buffer->given() && !buffer->unchanged())
+      comparison.fail(std::string(name) + ": an input was changed");
   }
   if (!tensors.o.guards_intact() || (c.lse && !tensors.lse.guards_intact()))
     comparison.fail("memory around o or lse was overwritten");

@@ -58,7 +58,8 @@ struct Worst {
 
 void surroundings(Tensors& tensors, Direction direction, Comparison& comparison) {
   for (const auto& [name, buffer] : tensors.outputs(direction)) {
-    if (!buffer->guards_intact()) comparison.fail(std::string(name) + ": memory around its elements was overwritten");
+    if (!buffer->guards_intact())
+      comparison.fail(std::string(name) + ": memory around its elements was overwritten");
   }
   for (const auto& [name, buffer] : tensors.inputs()) {
     if (!buffer->unchanged()) comparison.fail(std::string(name) + ": an input was changed");
@@ -104,13 +105,13 @@ void Comparison::elements(const char* name, const Buffer& buffer, const std::vec
     }
   }
   if (unwritten > 0) {
-    fail(place_of(name, buffer, first_unwritten) + " was not written, " + std::to_string(unwritten) +
-         " of " + std::to_string(buffer.size()) + " were not");
+    fail(place_of(name, buffer, first_unwritten) + " was not written, " + std::to_string(unwritten) + " of " +
+         std::to_string(buffer.size()) + " were not");
   }
   if (not_finite > 0) {
     fail(place_of(name, buffer, first_not_finite) + " is " + number(buffer.get(first_not_finite)) +
-         ", expected " + number(exact[first_not_finite]) + ", and so " + std::to_string(not_finite) +
-         " of " + std::to_string(buffer.size()));
+         ", expected " + number(exact[first_not_finite]) + ", and so " + std::to_string(not_finite) + " of " +
+         std::to_string(buffer.size()));
   }
   const double bound = worst.index < 0 ? allowed(0.0) : allowed(exact[worst.index]);
   scores_.push_back({name, worst.error, plain_error, bound});
@@ -122,7 +123,7 @@ void Comparison::elements(const char* name, const Buffer& buffer, const std::vec
 }
 
 void Comparison::tensor(const char* name, const Buffer& buffer, const std::vector<double>& exact,
-            const std::vector<double>& plain, double deviation) {
+                        const std::vector<double>& plain, double deviation) {
   const double plain_error = max_difference(exact, plain);
   const double result_rounding = reference::rounding(buffer.dtype()) * max_abs(exact);
   const double allowed = tolerance(plain_error, deviation, result_rounding);
@@ -133,7 +134,8 @@ void Comparison::tensor(const char* name, const Buffer& buffer, const std::vecto
 }
 
 // 1e-5 relative plus 1e-5, or what float32 can do where large products cancel to a small score.
-void Comparison::lse(const Buffer& buffer, const std::vector<double>& exact, const std::vector<double>& plain, double deviation) {
+void Comparison::lse(const Buffer& buffer, const std::vector<double>& exact, const std::vector<double>& plain,
+                     double deviation) {
   double plain_error = 0;
   for (std::size_t i = 0; i < exact.size(); ++i) {
     if (std::isfinite(exact[i])) plain_error = std::max(plain_error, std::abs(exact[i] - plain[i]));

@@ -33,7 +33,8 @@ struct Verdict {
   [[nodiscard]] std::string to_string() const;
 };
 
-// Holds outputs against the oracle: every element written and close enough. Failures say what, where and by how much.
+// Holds outputs against the oracle: every element written and close enough. Failures say what, where and by
+// how much.
 class Comparison {
  public:
   Comparison(std::vector<Score>& scores, std::vector<std::string>& failures)

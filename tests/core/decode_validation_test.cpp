@@ -1,5 +1,5 @@
-// Every kind of bad decode and merge_states call: its message, and that it left all memory as it was. And how keys
-// are split.
+// Every kind of bad decode and merge_states call: its message, and that it left all memory as it was. And how
+// keys are split.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -12,8 +12,8 @@
 namespace tessera {
 namespace {
 
-// A valid call: batch 3, seqlen_q 2, 4 query heads, 2 key heads, head_dim 8, head_dim_v 6; lengths (5, 0, 9) in a
-// cache of 4 rows of 12 slots, or 9 pages of 4 slots; 2 new keys, rotary_dim 4.
+// A valid call: batch 3, seqlen_q 2, 4 query heads, 2 key heads, head_dim 8, head_dim_v 6; lengths (5, 0, 9)
+// in a cache of 4 rows of 12 slots, or 9 pages of 4 slots; 2 new keys, rotary_dim 4.
 class DecodeWorld {
  public:
   enum class Cache : std::uint8_t { contiguous, paged };
@@ -181,8 +181,8 @@ TEST(DecodeValidation, AWorkspaceThatIsTooSmallIsRefused) {
   const std::size_t bytes = workspace_size(w.call).or_throw();
   w.call.workspace.bytes = bytes - 1;
   const std::vector<std::byte> before = w.world.snapshot();
-  EXPECT_EQ(decode(w.call).message(), "workspace: " + std::to_string(bytes - 1) + " bytes, expected at least " +
-                                          std::to_string(bytes));
+  EXPECT_EQ(decode(w.call).message(),
+            "workspace: " + std::to_string(bytes - 1) + " bytes, expected at least " + std::to_string(bytes));
   EXPECT_TRUE(w.world.snapshot() == before) << "memory was written";
 }
 
@@ -202,9 +202,9 @@ TEST(DecodeValidation, NoMemoryOfAGpuIsRead) {
     DecodeWorld w(base);
     move_to(w.call, cuda0);
     std::uintptr_t address = 4096;
-    for (Tensor* tensor : {&w.call.q, &w.call.k_cache, &w.call.v_cache, &w.call.cache_seqlens, &w.call.page_table,
-                           &w.call.k_new, &w.call.v_new, &w.call.rotary_cos, &w.call.rotary_sin, &w.call.o,
-                           &w.call.lse}) {
+    for (Tensor* tensor :
+         {&w.call.q, &w.call.k_cache, &w.call.v_cache, &w.call.cache_seqlens, &w.call.page_table,
+          &w.call.k_new, &w.call.v_new, &w.call.rotary_cos, &w.call.rotary_sin, &w.call.o, &w.call.lse}) {
       tensor->data = reinterpret_cast<void*>(address);
       address += 1 << 20;
     }
@@ -241,13 +241,23 @@ TEST(MergeValidation, BadCalls) {
     EXPECT_TRUE(world.snapshot() == before) << "memory was written";
   };
   expect([](MergeStates& x) { x.lse_b = {}; }, "lse_b: not given");
-  expect([](MergeStates& x) { x.o_a.dtype = {kDLInt, 32, 1}; }, "o_a.dtype: int32, expected float32, float16 or bfloat16");
+  expect(
+      [](MergeStates& x) {
+        x.o_a.dtype = {kDLInt, 32, 1};
+      },
+      "o_a.dtype: int32, expected float32, float16 or bfloat16");
   expect([](MergeStates& x) { x.o_b.shape[1] = 2; }, "o_b: shape (2, 2, 4, 6), expected (2, 3, 4, 6)");
   expect([](MergeStates& x) { x.lse_a.shape[1] = 3; }, "lse_a: shape (2, 3, 3), expected (2, 4, 3)");
   expect([](MergeStates& x) { x.o_b.device = cuda0; }, "o_b.device: cuda:0, expected o_a's cpu");
-  expect([](MergeStates& x) { x.o.data = x.o_b.data; x.o.dtype = x.o_b.dtype; x.o.shape[3] = 5; },
-         "o: shape (2, 3, 4, 5), expected (2, 3, 4, 6)");
-  expect([](MergeStates& x) { x.o.data = x.o_a.data; }, "o: shares memory with o_a, expected memory of its own");
+  expect(
+      [](MergeStates& x) {
+        x.o.data = x.o_b.data;
+        x.o.dtype = x.o_b.dtype;
+        x.o.shape[3] = 5;
+      },
+      "o: shape (2, 3, 4, 5), expected (2, 3, 4, 6)");
+  expect([](MergeStates& x) { x.o.data = x.o_a.data; },
+         "o: shares memory with o_a, expected memory of its own");
 }
 
 // ---- Splits.

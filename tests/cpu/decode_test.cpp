@@ -1,10 +1,11 @@
-// Decode against the oracle: pages of every size, append at every boundary, all options, and the contract: the same
-// bits whatever the batch, the threads and the pages. And merge_states.
+// Decode against the oracle: pages of every size, append at every boundary, all options, and the contract:
+// the same bits whatever the batch, the threads and the pages. And merge_states.
+#include "reference/decode.h"
+
 #include <cmath>
 #include <random>
 
 #include "cpu/kernel_test.h"
-#include "reference/decode.h"
 #include "verify/decode.h"
 
 namespace tessera::verify {
@@ -76,7 +77,8 @@ TEST_P(Pages, AppendAtEveryBoundary) {
       DecodeCase c;
       c.cache_seqlens.clear();
       const int around = page == 0 ? 16 : static_cast<int>(page);
-      for (int length = std::max(0, around - 4); length <= around + 2; ++length) c.cache_seqlens.push_back(length);
+      for (int length = std::max(0, around - 4); length <= around + 2; ++length)
+        c.cache_seqlens.push_back(length);
       c.cache_seqlens.push_back(2 * around - 1);
       c.seqlen_new = count;
       c.seqlen_q = count;
@@ -204,7 +206,8 @@ TEST_P(DecodeOptions, RandomCases) {
         c.leftpad.push_back(static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(length + 1)));
     }
     if (c.page_size == 0 && often(3)) {
-      for (std::int64_t b = 0; b < batch; ++b) c.batch_idx.push_back(static_cast<std::int32_t>(2 * (batch - 1 - b)));
+      for (std::int64_t b = 0; b < batch; ++b)
+        c.batch_idx.push_back(static_cast<std::int32_t>(2 * (batch - 1 - b)));
     }
     const bool appends = c.lengths_q.empty() ? c.seqlen_new > 0 : !c.lengths_new.empty();
     if (appends && c.head_dim > 1 && often(5)) {
@@ -245,8 +248,8 @@ TEST_P(DecodeOptions, AnyNumberOfSplits) {
   }
 }
 
-// Token by token and in larger steps, sequences that come and go, on one cache: each step is judged against the
-// oracle on all that was appended until then.
+// Token by token and in larger steps, sequences that come and go, on one cache: each step is judged against
+// the oracle on all that was appended until then.
 TEST_P(DecodeOptions, SequencesOfSteps) {
   for (const std::int64_t page : {0, 3, 16}) {
     DecodeCase c;
@@ -321,15 +324,18 @@ TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
           const std::int64_t row = c.num_heads_k * c.head_dim;
           for (std::int64_t s = 0; s < c.cache_seqlens[b]; ++s) {
             for (std::int64_t i = 0; i < row; ++i) {
-              alone.k_cache.set(alone.row_of(0, s) * row + i, whole.k_cache.get(whole.row_of(b, s) * row + i));
-              alone.v_cache.set(alone.row_of(0, s) * row + i, whole.v_cache.get(whole.row_of(b, s) * row + i));
+              alone.k_cache.set(alone.row_of(0, s) * row + i,
+                                whole.k_cache.get(whole.row_of(b, s) * row + i));
+              alone.v_cache.set(alone.row_of(0, s) * row + i,
+                                whole.v_cache.get(whole.row_of(b, s) * row + i));
             }
           }
           copy_elements(slice(whole.q.tensor(), 0, b, 1), alone.q.tensor());
           (void)outputs(alone);
           EXPECT_EQ(differences(alone.o.tensor(), slice(whole.o.tensor(), 0, b, 1)), 0)
               << "sequence " << b << " " << text_of("page", page) << text_of("seqlen_q", seqlen_q);
-          EXPECT_EQ(differences(alone.lse.tensor(), slice(whole.lse.tensor(), 0, b, 1)), 0) << "sequence " << b;
+          EXPECT_EQ(differences(alone.lse.tensor(), slice(whole.lse.tensor(), 0, b, 1)), 0)
+              << "sequence " << b;
         }
       }
     }
@@ -373,8 +379,9 @@ struct MergeWorld {
                     packed ? Tensor(nullptr, dtype, {7, 3, 37}) : Tensor(nullptr, dtype, {2, 7, 3, 37}), 0);
     };
     const auto rows = [&](Buffer::Role role) {
-      return Buffer(role, DType::float32,
-                    packed ? Tensor(nullptr, DType::float32, {3, 7}) : Tensor(nullptr, DType::float32, {2, 3, 7}), 0);
+      return Buffer(
+          role, DType::float32,
+          packed ? Tensor(nullptr, DType::float32, {3, 7}) : Tensor(nullptr, DType::float32, {2, 3, 7}), 0);
     };
     o_a = tokens(a, Buffer::Role::input);
     o_b = tokens(b, Buffer::Role::input);
@@ -427,7 +434,8 @@ TEST_P(Merge, TheOtherSideOfAnEmptyOneIsKept) {
   if (on_gpu()) GTEST_SKIP() << "merge_states has no GPU kernel yet";
   MergeWorld world(DType::float32, DType::float32, DType::float32, true);
   world.call.options.kernel = GetParam().name;
-  for (std::int64_t c = 0; c < 37; ++c) world.o_a.set(c, std::nan(""));  // row 0 of head 0, where lse_a is -inf
+  for (std::int64_t c = 0; c < 37; ++c)
+    world.o_a.set(c, std::nan(""));  // row 0 of head 0, where lse_a is -inf
   const Status status = merge_states(world.call);
   if (status.code() == Code::unsupported) GTEST_SKIP() << status.message();
   ASSERT_TRUE(status.ok()) << status.message();
