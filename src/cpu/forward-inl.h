@@ -88,11 +88,17 @@ struct TaskRows {
 
   [[nodiscard]] std::int64_t query(std::int64_t r) const { return heads == 1 ? r : r / heads; }
   [[nodiscard]] std::int64_t head(std::int64_t r) const { return first_head + (heads == 1 ? 0 : r % heads); }
+  // Heads differ in their ALiBi slope only.
   [[nodiscard]] Scoring scoring(std::int64_t r) const {
-    return heads == 1 ? first : Scoring(problem, sequence, b, head(r));
+    Scoring scoring = first;
+    scoring.h = head(r);
+    if (heads > 1 && problem.alibi_slopes != nullptr) {
+      scoring.slope = canonical(problem.alibi_slope(b, scoring.h) * log2e);
+    }
+    return scoring;
   }
   [[nodiscard]] float exponent_scale(std::int64_t r) const {
-    return heads == 1 ? first.exponent_scale() : scoring(r).exponent_scale();
+    return heads == 1 || problem.alibi_slopes == nullptr ? first.exponent_scale() : scoring(r).exponent_scale();
   }
   [[nodiscard]] Range keys_of_row(std::int64_t r) const { return mask.keys_of_row(query(r)); }
   [[nodiscard]] Range keys_of_any(Range rows) const {
