@@ -84,15 +84,25 @@ Tensor::Tensor(const DLTensor& tensor) : data(tensor.data), dtype(tensor.dtype),
 
 Status forward(const Forward& call) { return execute(call); }
 Status backward(const Backward& call) { return execute(call); }
+Status decode(const Decode& call) { return execute(call); }
+
+Status merge_states(const MergeStates& call) {
+  const Result<Problem> problem = validate(call);
+  if (!problem.ok()) return problem.status();
+  return run(problem.value(), forced_kernel(call.options), {});
+}
 
 Status prepare(const Forward& call) { return prepare_call(call); }
 Status prepare(const Backward& call) { return prepare_call(call); }
+Status prepare(const Decode& call) { return prepare_call(call); }
 
 Result<std::size_t> workspace_size(const Forward& call) { return size_workspace(call); }
 Result<std::size_t> workspace_size(const Backward& call) { return size_workspace(call); }
+Result<std::size_t> workspace_size(const Decode& call) { return size_workspace(call); }
 
 Result<Explanation> explain(const Forward& call) { return explain_call(call); }
 Result<Explanation> explain(const Backward& call) { return explain_call(call); }
+Result<Explanation> explain(const Decode& call) { return explain_call(call); }
 
 std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> list;

@@ -173,6 +173,45 @@ Status read(const tessera_backward_args* args, Backward& out) {
                        {"dsinks", c.dsinks, &out.dsinks}});
 }
 
+Status read(const tessera_decode_args* args, Decode& out) {
+  if (args == nullptr) return invalid("args", "null", "a tessera_decode_args");
+  tessera_decode_args c;
+  tessera_decode_args_init(&c);
+  if (Status status = read_struct("tessera_decode_args", args, c); !status.ok()) return status;
+  if (Status status = read_options(c.options, out.options); !status.ok()) return status;
+  if (c.reserved != 0) return invalid("reserved", std::to_string(c.reserved), "0");
+  out.rotary_interleaved = c.rotary_interleaved != 0;
+  out.num_splits = c.num_splits;
+  out.workspace = {c.workspace, c.workspace_bytes};
+  return read_tensors({{"q", c.q, &out.q},
+                       {"k_cache", c.k_cache, &out.k_cache},
+                       {"v_cache", c.v_cache, &out.v_cache},
+                       {"cache_seqlens", c.cache_seqlens, &out.cache_seqlens},
+                       {"page_table", c.page_table, &out.page_table},
+                       {"cache_batch_idx", c.cache_batch_idx, &out.cache_batch_idx},
+                       {"leftpad_k", c.leftpad_k, &out.leftpad_k},
+                       {"k_new", c.k_new, &out.k_new},
+                       {"v_new", c.v_new, &out.v_new},
+                       {"rotary_cos", c.rotary_cos, &out.rotary_cos},
+                       {"rotary_sin", c.rotary_sin, &out.rotary_sin},
+                       {"o", c.o, &out.o},
+                       {"lse", c.lse, &out.lse}});
+}
+
+Status read(const tessera_merge_states_args* args, MergeStates& out) {
+  if (args == nullptr) return invalid("args", "null", "a tessera_merge_states_args");
+  tessera_merge_states_args c;
+  tessera_merge_states_args_init(&c);
+  if (Status status = read_struct("tessera_merge_states_args", args, c); !status.ok()) return status;
+  if (Status status = read_options(c.options, out.options); !status.ok()) return status;
+  return read_tensors({{"o_a", c.o_a, &out.o_a},
+                       {"lse_a", c.lse_a, &out.lse_a},
+                       {"o_b", c.o_b, &out.o_b},
+                       {"lse_b", c.lse_b, &out.lse_b},
+                       {"o", c.o, &out.o},
+                       {"lse", c.lse, &out.lse}});
+}
+
 // forward, backward or prepare.
 template <class Call, class Args>
 Status pass_to(Status (*function)(const Call&), const Args* args) {
@@ -218,12 +257,24 @@ tessera_code tessera_backward(const tessera_backward_args* args) {
   return tessera::guarded([&] { return tessera::pass_to(tessera::backward, args); });
 }
 
+tessera_code tessera_decode(const tessera_decode_args* args) {
+  return tessera::guarded([&] { return tessera::pass_to(tessera::decode, args); });
+}
+
+tessera_code tessera_merge_states(const tessera_merge_states_args* args) {
+  return tessera::guarded([&] { return tessera::pass_to(tessera::merge_states, args); });
+}
+
 tessera_code tessera_prepare_forward(const tessera_forward_args* args) {
   return tessera::guarded([&] { return tessera::pass_to<tessera::Forward>(tessera::prepare, args); });
 }
 
 tessera_code tessera_prepare_backward(const tessera_backward_args* args) {
   return tessera::guarded([&] { return tessera::pass_to<tessera::Backward>(tessera::prepare, args); });
+}
+
+tessera_code tessera_prepare_decode(const tessera_decode_args* args) {
+  return tessera::guarded([&] { return tessera::pass_to<tessera::Decode>(tessera::prepare, args); });
 }
 
 tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes) {
@@ -234,12 +285,20 @@ tessera_code tessera_backward_workspace_size(const tessera_backward_args* args, 
   return tessera::guarded([&] { return tessera::workspace_size_of<tessera::Backward>(args, bytes); });
 }
 
+tessera_code tessera_decode_workspace_size(const tessera_decode_args* args, size_t* bytes) {
+  return tessera::guarded([&] { return tessera::workspace_size_of<tessera::Decode>(args, bytes); });
+}
+
 tessera_code tessera_explain_forward(const tessera_forward_args* args, char* buffer, size_t* size) {
   return tessera::guarded([&] { return tessera::explain_into<tessera::Forward>(args, buffer, size); });
 }
 
 tessera_code tessera_explain_backward(const tessera_backward_args* args, char* buffer, size_t* size) {
   return tessera::guarded([&] { return tessera::explain_into<tessera::Backward>(args, buffer, size); });
+}
+
+tessera_code tessera_explain_decode(const tessera_decode_args* args, char* buffer, size_t* size) {
+  return tessera::guarded([&] { return tessera::explain_into<tessera::Decode>(args, buffer, size); });
 }
 
 const char* tessera_last_error(void) {

@@ -93,6 +93,40 @@ typedef struct tessera_backward_args {
   void* workspace;
   size_t workspace_bytes;
 } tessera_backward_args;
+
+typedef struct tessera_decode_args {
+  size_t struct_size;
+  const DLTensor* q;
+  const DLTensor* k_cache;
+  const DLTensor* v_cache;
+  const DLTensor* cache_seqlens;
+  const DLTensor* page_table;      /* may be NULL: the cache is contiguous */
+  const DLTensor* cache_batch_idx; /* may be NULL */
+  const DLTensor* leftpad_k;       /* may be NULL */
+  const DLTensor* k_new;           /* may be NULL: nothing is appended */
+  const DLTensor* v_new;
+  const DLTensor* rotary_cos; /* may be NULL */
+  const DLTensor* rotary_sin;
+  const DLTensor* o;
+  const DLTensor* lse; /* may be NULL */
+  int32_t rotary_interleaved;
+  int32_t reserved;
+  int64_t num_splits;             /* 0: automatic */
+  const tessera_options* options; /* may be NULL: all defaults */
+  void* workspace;
+  size_t workspace_bytes;
+} tessera_decode_args;
+
+typedef struct tessera_merge_states_args {
+  size_t struct_size;
+  const DLTensor* o_a;
+  const DLTensor* lse_a;
+  const DLTensor* o_b;
+  const DLTensor* lse_b;
+  const DLTensor* o;
+  const DLTensor* lse;            /* may be NULL */
+  const tessera_options* options; /* may be NULL; kernel, num_threads and stream count */
+} tessera_merge_states_args;
 /* NOLINTEND(modernize-use-using) */
 
 /* In the header, so that struct_size is the caller's, whatever library it meets. */
@@ -113,16 +147,30 @@ static inline void tessera_backward_args_init(tessera_backward_args* args) {
   memset(args, 0, sizeof(*args));
   args->struct_size = sizeof(*args);
 }
+static inline void tessera_decode_args_init(tessera_decode_args* args) {
+  if (!args) return;
+  memset(args, 0, sizeof(*args));
+  args->struct_size = sizeof(*args);
+}
+static inline void tessera_merge_states_args_init(tessera_merge_states_args* args) {
+  if (!args) return;
+  memset(args, 0, sizeof(*args));
+  args->struct_size = sizeof(*args);
+}
 
 TESSERA_EXPORT tessera_code tessera_forward(const tessera_forward_args* args);
 TESSERA_EXPORT tessera_code tessera_backward(const tessera_backward_args* args);
+TESSERA_EXPORT tessera_code tessera_decode(const tessera_decode_args* args);
+TESSERA_EXPORT tessera_code tessera_merge_states(const tessera_merge_states_args* args);
 
 /* As tessera::prepare(): compiles and loads what the call needs, and runs nothing. */
 TESSERA_EXPORT tessera_code tessera_prepare_forward(const tessera_forward_args* args);
 TESSERA_EXPORT tessera_code tessera_prepare_backward(const tessera_backward_args* args);
+TESSERA_EXPORT tessera_code tessera_prepare_decode(const tessera_decode_args* args);
 
 TESSERA_EXPORT tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes);
 TESSERA_EXPORT tessera_code tessera_backward_workspace_size(const tessera_backward_args* args, size_t* bytes);
+TESSERA_EXPORT tessera_code tessera_decode_workspace_size(const tessera_decode_args* args, size_t* bytes);
 
 /* A JSON text. *size is the room in buffer on entry and the text's length with its final 0 on return; with
  * too little room (buffer may be NULL) nothing is written to buffer and the code is still TESSERA_OK. */
@@ -130,6 +178,8 @@ TESSERA_EXPORT tessera_code tessera_explain_forward(const tessera_forward_args* 
                                                     size_t* size);
 TESSERA_EXPORT tessera_code tessera_explain_backward(const tessera_backward_args* args, char* buffer,
                                                      size_t* size);
+TESSERA_EXPORT tessera_code tessera_explain_decode(const tessera_decode_args* args, char* buffer,
+                                                   size_t* size);
 
 TESSERA_EXPORT const char* tessera_last_error(void);  /* "" after a success */
 TESSERA_EXPORT const char* tessera_last_kernel(void); /* as tessera::last_kernel() */

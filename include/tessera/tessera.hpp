@@ -149,21 +149,59 @@ struct Backward {
   Workspace workspace;
 };
 
+// Attention of a few new queries a sequence to a cache of keys and values (docs/semantics.md, Decode).
+//
+// The cache is contiguous, (batch_cache, seqlen_cache, num_heads_k, dim), or with page_table paged,
+// (num_pages, page_size, num_heads_k, dim). k_new and v_new, if given, are first appended to it, in place.
+//
+// Of the options these have no place here: bias, dropout, seqused and Alignment::top_left. cu_seqlens_q packs
+// q, o and lse, and cu_seqlens_k then k_new and v_new. max_seqlen_k is the most keys of any sequence after
+// the append; default: what the cache has room for. The workspace grows with it.
+struct Decode {
+  Tensor q;
+  Tensor k_cache, v_cache;          // q's dtype; written to if k_new is given
+  Tensor cache_seqlens;             // int32 (batch): keys in the cache before the append
+  Tensor page_table;                // optional; int32 (batch, max_pages): page i / page_size has key i
+  Tensor cache_batch_idx;           // optional, contiguous only; int32 (batch): default b
+  Tensor leftpad_k;                 // optional, contiguous only; int32 (batch): a sequence's first key
+  Tensor k_new, v_new;              // optional; q's dtype (batch, seqlen_new, num_heads_k, dim)
+  Tensor rotary_cos, rotary_sin;    // optional, with k_new; float32 or q's dtype (positions, rotary_dim / 2)
+  bool rotary_interleaved = false;  // pairs (2i, 2i + 1); otherwise (i, i + rotary_dim / 2)
+  Tensor o;                         // q's dtype or float32
+  Tensor lse;                       // optional; float32, as in Forward
+  std::int64_t num_splits = 0;      // parts that a sequence's keys are cut into, at most; 0: automatic
+  Options options;
+  Workspace workspace;
+};
+
+// Two results over different keys of the same queries to the one over all of them. All o and all lse have the
+// shapes of Forward's, dense or packed. o may be o_a itself, lse lse_a itself.
+struct MergeStates {
+  Tensor o_a, lse_a, o_b, lse_b;  // o: any floating dtype each; lse: float32
+  Tensor o;                       // any floating dtype
+  Tensor lse;                     // optional; float32
+  Options options;                // kernel, num_threads and stream; the others mean nothing here
+};
+
 [[nodiscard]] TESSERA_EXPORT Status forward(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Status backward(const Backward& call);
+[[nodiscard]] TESSERA_EXPORT Status decode(const Decode& call);
+[[nodiscard]] TESSERA_EXPORT Status merge_states(const MergeStates& call);
 
 // Compiles and loads what the call needs and runs nothing: afterwards the call compiles nothing, and is safe
 // under CUDA-graph capture. Neither the workspace nor any tensor's memory is looked at, but which kernel fits
 // may depend on the alignment of addresses. CPU kernels have nothing to prepare.
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Backward& call);
+[[nodiscard]] TESSERA_EXPORT Status prepare(const Decode& call);
 
 // Bytes of workspace the call needs, 0 included. The workspace itself is not looked at.
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Backward& call);
+[[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Decode& call);
 
-// What would run, and why. Data pointers are read only for cu_seqlens and seqused, and on a GPU not even
-// there: its sequences are counted as if they were equally long and fully used.
+// What would run, and why. Data pointers are read only for cu_seqlens, seqused and the int32 tensors of
+// Decode, and on a GPU not even there: its sequences are counted as if they were equally long and fully used.
 struct Explanation {
   struct Refusal {
     std::string kernel;
@@ -189,6 +227,7 @@ struct Explanation {
 };
 [[nodiscard]] TESSERA_EXPORT Result<Explanation> explain(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Result<Explanation> explain(const Backward& call);
+[[nodiscard]] TESSERA_EXPORT Result<Explanation> explain(const Decode& call);
 
 // The kernels in the order in which dispatch asks them.
 struct KernelInfo {
@@ -200,7 +239,7 @@ struct KernelInfo {
 };
 [[nodiscard]] TESSERA_EXPORT std::vector<KernelInfo> kernels();
 
-// The name of the kernel that this thread's last successful forward or backward ran; empty before the first.
+// The name of the kernel that this thread's last successful call ran; empty before the first.
 [[nodiscard]] TESSERA_EXPORT std::string last_kernel();
 
 [[nodiscard]] TESSERA_EXPORT std::string version();

@@ -12,7 +12,7 @@
 namespace tessera {
 
 enum class Role : std::uint8_t { input, output };
-enum class Types : std::uint8_t { floating, as_q, as_q_or_float32, float32, int32 };
+enum class Types : std::uint8_t { floating, any_floating, as_q, as_q_or_float32, float32, int32 };
 enum class Last : std::uint8_t { contiguous, strided };  // the stride of the last dimension
 enum class Need : std::uint8_t { required, optional };
 
@@ -29,7 +29,7 @@ struct Argument {
 // The table. It points to the call's tensors, and needs no memory of the heap: every call makes one.
 class Arguments {
  public:
-  static constexpr std::size_t capacity = 19;
+  static constexpr std::size_t capacity = 20;
 
   Arguments(std::initializer_list<Argument> list) {
     for (const Argument& argument : list) add(argument);
@@ -49,5 +49,7 @@ class Arguments {
 [[nodiscard]] bool is_packed(const Options& options);
 [[nodiscard]] Arguments arguments(const Forward& x);
 [[nodiscard]] Arguments arguments(const Backward& x);
+[[nodiscard]] Arguments arguments(const Decode& x);
+[[nodiscard]] Arguments arguments(const MergeStates& x);
 
 }  // namespace tessera

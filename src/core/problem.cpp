@@ -8,6 +8,20 @@ Sequence Problem::sequence(std::int64_t b) const {
   Sequence s;
   s.allocated_q = rows_q;
   s.allocated_k = rows_k;
+  if (direction == Direction::decode) {
+    if (packed) {
+      s.q_begin = cu_seqlens_q[b];
+      s.allocated_q = cu_seqlens_q[b + 1] - s.q_begin;
+    }
+    s.seqlen_q = s.allocated_q;
+    if (cache.k_new.given()) {
+      s.new_begin = packed ? cu_seqlens_k[b] : 0;
+      s.seqlen_new = packed ? cu_seqlens_k[b + 1] - s.new_begin : cache.rows_new;
+    }
+    s.k_begin = cache.leftpad == nullptr ? 0 : cache.leftpad[b];
+    s.seqlen_k = cache.seqlens[b] + s.seqlen_new - s.k_begin;
+    return s;
+  }
   if (packed) {
     s.q_begin = cu_seqlens_q[b];
     s.k_begin = cu_seqlens_k[b];

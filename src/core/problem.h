@@ -46,9 +46,34 @@ struct Sequence {
   std::int64_t q_begin = 0, k_begin = 0;
   std::int64_t seqlen_q = 0, seqlen_k = 0;
   std::int64_t allocated_q = 0, allocated_k = 0;
+  std::int64_t new_begin = 0, seqlen_new = 0;  // decode: its rows of k_new; seqlen_k counts them
 };
 
-enum class Direction : std::uint8_t { forward, backward };
+// Decode: where the keys of a sequence lie, and what is appended to them first. Its key j is the one of slot
+// Sequence::k_begin + j. Nothing but Problem::sequence, slot and query_position reads the int32 arrays.
+struct Cache {
+  const std::int32_t* seqlens = nullptr;     // slots in use before the append
+  const std::int32_t* page_table = nullptr;  // paged: k and v are (num_pages, page_size, ...)
+  std::int64_t page_table_row = 0;           // stride
+  std::int64_t page_size = 0;
+  const std::int32_t* batch_idx = nullptr;
+  const std::int32_t* leftpad = nullptr;
+  View k_new, v_new;
+  std::int64_t rows_new = 0;  // of k_new: a sequence's, or the total when packed
+  View cos, sin;              // row `position`, rotary_dim / 2 each
+  std::int64_t rotary_dim = 0;
+  bool interleaved = false;
+  std::int64_t num_splits = 0;  // 0: automatic
+
+  [[nodiscard]] bool rotates() const { return rotary_dim > 0; }
+};
+
+// merge_states: what o and lse are merged from.
+struct States {
+  View o_a, lse_a, o_b, lse_b;
+};
+
+enum class Direction : std::uint8_t { forward, backward, decode, merge };
 
 struct Problem {
   Direction direction = Direction::forward;
@@ -59,11 +84,13 @@ struct Problem {
   std::int64_t batch = 0;
   std::int64_t num_heads_q = 0, num_heads_k = 0, group_size = 1;
   std::int64_t head_dim = 0, head_dim_v = 0;
-  // Of any sequence, seqused not applied. On a GPU what the caller says, or else rows_q and rows_k: bounds.
+  // Of any sequence, seqused not applied. On a GPU what the caller says, or else rows_q and rows_k: bounds,
+  // and in decode max_seqlen_k always is one.
   std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool packed = false;
   // Extent of the sequence dimension of q and k: seqlen, or the totals when packed. Rows from
-  // cu_seqlens[batch] up to the total belong to no sequence: padding.
+  // cu_seqlens[batch] up to the total belong to no sequence: padding. In decode rows_k is the slots that the
+  // cache has for a sequence, and cu_seqlens_k those of k_new.
   std::int64_t rows_q = 0, rows_k = 0;
   const std::int32_t* cu_seqlens_q = nullptr;
   const std::int32_t* cu_seqlens_k = nullptr;
@@ -72,6 +99,8 @@ struct Problem {
 
   View q, k, v, o, lse;
   View dout, dlse, dq, dk, dv;  // backward
+  Cache cache;                  // decode
+  States states;                // merge
 
   double softmax_scale = 1.0;
   double softcap = 0.0;                                                        // 0: off
@@ -90,12 +119,25 @@ struct Problem {
   int num_threads = 1;
 
   [[nodiscard]] bool on_host() const { return device.device_type == kDLCPU; }
-  // These three read memory: only where it is on_host().
+  // These five read memory: only where it is on_host().
   [[nodiscard]] Sequence sequence(std::int64_t b) const;
   [[nodiscard]] float alibi_slope(std::int64_t b, std::int64_t h) const {
     return alibi_slopes == nullptr ? 0.0f : alibi_slopes[b * alibi_batch + h * alibi_head];
   }
   [[nodiscard]] float sink(std::int64_t h) const;  // only with sinks
+  // Decode. Where slot s of sequence b lies: k.offset(b, s, h) of what this returns. And the row of cos and
+  // sin for a query; a new key's is its slot.
+  struct Slot {
+    std::int64_t b, s;
+  };
+  [[nodiscard]] Slot slot(std::int64_t b, std::int64_t s) const {
+    if (cache.page_table == nullptr) return {cache.batch_idx == nullptr ? b : cache.batch_idx[b], s};
+    return {cache.page_table[b * cache.page_table_row + s / cache.page_size], s % cache.page_size};
+  }
+  [[nodiscard]] std::int64_t query_position(std::int64_t b, std::int64_t i) const {
+    const bool unbounded = window_left >= Mask::unbounded && window_right >= Mask::unbounded;
+    return cache.seqlens[b] + (unbounded ? 0 : i);
+  }
 
   [[nodiscard]] Mask mask(const Sequence& sequence) const;
 };
@@ -104,10 +146,12 @@ struct Problem {
 // the choice of kernel are dispatch's.
 //
 // Pointers::optional is for calls that only plan (workspace_size, explain): a null data pointer passes,
-// except of cu_seqlens and seqused in host memory, which are read.
+// except of int32 tensors (cu_seqlens, seqused, Decode's) in host memory, which are read.
 enum class Pointers : std::uint8_t { required, optional };
 [[nodiscard]] Result<Problem> validate(const Forward& call, Pointers pointers = Pointers::required);
 [[nodiscard]] Result<Problem> validate(const Backward& call, Pointers pointers = Pointers::required);
+[[nodiscard]] Result<Problem> validate(const Decode& call, Pointers pointers = Pointers::required);
+[[nodiscard]] Result<Problem> validate(const MergeStates& call, Pointers pointers = Pointers::required);
 
 // "float32", ...
 [[nodiscard]] const char* name_of(DType dtype);

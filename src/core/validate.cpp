@@ -1,11 +1,9 @@
-// Validation. A message reads "argument: what it was, expected what", and the first fault found is reported.
+// Validation of forward and backward, and what the other calls share with them (core/validator.h).
 //
 // The tensors of a call stand in one table (core/arguments.h), and what holds for every tensor of its kind is
 // checked along it: presence, device, dtype, rank, strides, pointer. Only then do the checks that relate
 // arguments to each other run, and those that read cu_seqlens and seqused. Of a GPU's tensors nothing is
 // read.
-//
-// Every check is a bool: `a() && b()` stops at the first fault, which fail() has put into the status.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -16,19 +14,10 @@
 #include <string>
 #include <utility>
 
-#include "core/arguments.h"
-#include "core/layout.h"
-#include "core/problem.h"
 #include "core/threads.h"
+#include "core/validator.h"
 
 namespace tessera {
-namespace {
-
-constexpr std::int64_t max_head_dim = 256;
-constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
-constexpr std::int64_t max_heads_of_batch =
-    (std::int64_t{1} << 32) - 1;                                   // dropout's counter has 32 bits for it
-constexpr std::int64_t max_rows_of_heads = std::int64_t{1} << 46;  // their bytes, in any form, fit 63 bits
 
 std::string number_text(double value) {
   std::array<char, 32> text{};
@@ -36,32 +25,7 @@ std::string number_text(double value) {
   return text.data();
 }
 
-// An expected extent: a number, or the name of one that is free.
-struct Extent {
-  std::int64_t size = 0;
-  const char* free = nullptr;
-  Extent() = default;
-  Extent(std::int64_t n) : size(n) {}       // NOLINT(google-explicit-constructor)
-  Extent(const char* name) : free(name) {}  // NOLINT(google-explicit-constructor)
-};
-
-// What is expected of a tensor's shape.
-class Expected {
- public:
-  Expected(std::initializer_list<Extent> list) : size_(list.size()) {
-    std::copy(list.begin(), list.end(), extents_.begin());
-  }
-  explicit Expected(const Tensor& like) : size_(static_cast<std::size_t>(like.rank)) {
-    std::copy_n(like.shape.begin(), size_, extents_.begin());
-  }
-  [[nodiscard]] const Extent* begin() const { return extents_.data(); }
-  [[nodiscard]] const Extent* end() const { return begin() + size_; }
-  [[nodiscard]] std::size_t size() const { return size_; }
-
- private:
-  std::array<Extent, Tensor::max_rank> extents_{};
-  std::size_t size_;
-};
+namespace {
 
 std::string extents_text(const Expected& list) {
   std::string text = "(";
@@ -72,74 +36,7 @@ std::string extents_text(const Expected& list) {
   return text + ")";
 }
 
-// Of a tensor whose dtype has passed.
-DType checked_dtype(const Tensor& tensor) { return dtype_of(tensor).value_or(DType::float32); }
-
-class Validator {
- public:
-  Validator(Direction direction, const Options& options, const Arguments& table, Pointers pointers)
-      : options_(options), table_(table), pointers_(pointers) {
-    problem.direction = direction;
-  }
-
-  Problem problem;
-  Status status;
-
-  // Everything that forward and backward share; o and lse are outputs of one and inputs of the other.
-  bool common(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse) {
-    return presence() && devices() && each_tensor() && scalars() && sizes(q, k, v) && sequences() &&
-           shape("o", o, tokens(problem.rows_q, problem.num_heads_q, problem.head_dim_v)) &&
-           row_shape("lse", lse) && alibi() && bias() && sinks() && views(q, k, v, o, lse);
-  }
-  bool gradients(const Backward& call);
-  bool aliases(const Workspace& workspace);
-
- private:
-  bool fail(const std::string& argument, const std::string& was, const std::string& expected) {
-    status = Status(Code::invalid_argument, argument + ": " + was + ", expected " + expected);
-    return false;
-  }
-
-  bool presence();
-  bool devices();
-  bool each_tensor();
-  bool dtype(const Argument& argument);
-  bool rank(const Argument& argument);
-  bool layout(const Argument& argument);
-  bool pointer(const Argument& argument);
-
-  bool scalars();
-  bool threads();
-  bool window(const char* name, const std::optional<std::int64_t>& given, std::int64_t& out);
-
-  bool sizes(const Tensor& q, const Tensor& k, const Tensor& v);
-  bool shape(const char* name, const Tensor& tensor, const Expected& expected);
-  bool row_shape(const char* name, const Tensor& tensor);
-  bool within(const char* name, const Tensor& tensor, int axis, const char* axis_name, std::int64_t low,
-              std::int64_t high);
-  [[nodiscard]] Expected tokens(Extent rows, Extent heads, Extent dim) const {
-    return problem.packed ? Expected{rows, heads, dim} : Expected{problem.batch, rows, heads, dim};
-  }
-
-  bool sequences();
-  bool cumulative(const char* name, const Tensor& tensor, const char* total_name, std::int64_t total,
-                  const std::int32_t*& out);
-  bool used(const char* name, const Tensor& tensor, bool of_q, const std::int32_t*& out);
-  bool longest(const char* name, const char* cu_name, const std::optional<std::int64_t>& given,
-               const std::int32_t* cu, std::int64_t rows, std::int64_t& out);
-
-  bool alibi();
-  bool bias();
-  bool sinks();
-  bool views(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse);
-  [[nodiscard]] View token_view(const Tensor& tensor) const;
-  [[nodiscard]] View row_view(const Tensor& tensor) const;
-
-  const Options& options_;
-  Arguments table_;
-  Pointers pointers_;
-  DType q_dtype_ = DType::float32;
-};
+}  // namespace
 
 // --- every tensor by itself ---
 
@@ -150,12 +47,14 @@ bool Validator::presence() {
       return false;
     }
   }
-  const auto together = [&](const char* name, const Tensor& one, const char* other_name,
-                            const Tensor& other) {
-    return one.given() || !other.given() || fail(name, "not given", std::string("with ") + other_name);
-  };
-  return together("cu_seqlens_q", options_.cu_seqlens_q, "cu_seqlens_k", options_.cu_seqlens_k) &&
+  if (!together("cu_seqlens_q", options_.cu_seqlens_q, "cu_seqlens_k", options_.cu_seqlens_k)) return false;
+  // Decode's keys are those of the cache, which are not packed: only k_new may be.
+  return problem.direction == Direction::decode ||
          together("cu_seqlens_k", options_.cu_seqlens_k, "cu_seqlens_q", options_.cu_seqlens_q);
+}
+
+bool Validator::together(const char* name, const Tensor& one, const char* other_name, const Tensor& other) {
+  return one.given() || !other.given() || fail(name, "not given", std::string("with ") + other_name);
 }
 
 bool Validator::devices() {
@@ -163,12 +62,12 @@ bool Validator::devices() {
   for (const Argument& argument : table_) {
     if (argument.tensor->given() && !same_device(argument.tensor->device, problem.device)) {
       return fail(argument.name + std::string(".device"), device_text(argument.tensor->device),
-                  "q's " + device_text(problem.device));
+                  std::string(table_.begin()->name).append("'s ").append(device_text(problem.device)));
     }
   }
   const DLDevice device = std::exchange(problem.device, normal_device(problem.device));
   if (problem.on_host() || problem.device.device_type == kDLCUDA) return true;
-  return fail("q.device", device_text(device), "cpu or cuda");
+  return fail(table_.begin()->name + std::string(".device"), device_text(device), "cpu or cuda");
 }
 
 bool Validator::each_tensor() {
@@ -188,6 +87,8 @@ bool Validator::dtype(const Argument& argument) {
     case Types::floating:  // q stands first in the table
       q_dtype_ = problem.dtype = found.value_or(DType::float32);
       return (found && found != DType::int32) || fault("float32, float16 or bfloat16");
+    case Types::any_floating:
+      return (found && found != DType::int32) || fault("float32, float16 or bfloat16");
     case Types::as_q:
       return found == q_dtype_ || fault(of_q());
     case Types::as_q_or_float32:
@@ -206,7 +107,8 @@ bool Validator::rank(const Argument& argument) {
   if (argument.min_rank <= found && found <= argument.max_rank) return true;
   std::string expected = std::to_string(argument.min_rank);
   if (argument.min_rank < argument.max_rank) expected += " to " + std::to_string(argument.max_rank);
-  if (is_packed(options_) && argument.min_rank > 1) expected += " with cu_seqlens_q";
+  const bool rows = argument.min_rank == 2 && argument.types == Types::float32;  // lse and dlse
+  if (is_packed(options_) && (rows || argument.min_rank == 3)) expected += " with cu_seqlens_q";
   return fail(argument.name, "rank " + std::to_string(std::max(found, 0)), expected);
 }
 
@@ -334,16 +236,21 @@ bool Validator::within(const char* name, const Tensor& tensor, int axis, const c
               axis_name + (" from " + std::to_string(low) + " to " + std::to_string(high)));
 }
 
-bool Validator::sizes(const Tensor& q, const Tensor& k, const Tensor& v) {
+bool Validator::few_rows(const char* name, const Tensor& tensor, int rows_axis) {
+  const double all = static_cast<double>(rows_axis == 0 ? 1 : tensor.shape[0]) *
+                     static_cast<double>(tensor.shape[rows_axis]) *
+                     static_cast<double>(tensor.shape[rows_axis + 1]);
+  return all <= static_cast<double>(max_rows_of_heads) ||
+         fail(name, shape_text(tensor), "at most 2^46 rows in all heads");
+}
+
+bool Validator::sizes_of_q(const Tensor& q) {
   const bool packed = problem.packed = is_packed(options_);
   const int rows = packed ? 0 : 1, heads = rows + 1, dim = rows + 2;
-  const char* rows_q = packed ? "total_q" : "seqlen_q";
-  const char* rows_k = packed ? "total_k" : "seqlen_k";
-
   const Tensor& cu = options_.cu_seqlens_q;
   if (packed && cu.shape[0] < 1) return fail("cu_seqlens_q", shape_text(cu), "(batch + 1)");
   problem.batch = packed ? cu.shape[0] - 1 : q.shape[0];
-  if (!within("q", q, rows, rows_q, 0, max_rows)) return false;
+  if (!within("q", q, rows, packed ? "total_q" : "seqlen_q", 0, max_rows)) return false;
   if (!within("q", q, heads, "num_heads_q", 1, max_heads_of_batch)) return false;
   if (!within("q", q, dim, "head_dim", 1, max_head_dim)) return false;
   problem.rows_q = q.shape[rows];
@@ -352,28 +259,32 @@ bool Validator::sizes(const Tensor& q, const Tensor& k, const Tensor& v) {
   if (problem.batch > max_heads_of_batch / problem.num_heads_q) {
     return fail("q", shape_text(q), "batch (" + std::to_string(problem.batch) + ") * num_heads_q below 2^32");
   }
-  const auto few_rows = [&](const char* name, const Tensor& tensor) {
-    const double all = static_cast<double>(packed ? 1 : problem.batch) *
-                       static_cast<double>(tensor.shape[rows]) * static_cast<double>(tensor.shape[heads]);
-    return all <= static_cast<double>(max_rows_of_heads) ||
-           fail(name, shape_text(tensor), "at most 2^46 rows in all heads");
-  };
-  if (!few_rows("q", q)) return false;
+  if (!few_rows("q", q, rows)) return false;
   if (!options_.softmax_scale) problem.softmax_scale = 1.0 / std::sqrt(static_cast<double>(problem.head_dim));
+  return true;
+}
 
+bool Validator::sizes(const Tensor& q, const Tensor& k, const Tensor& v) {
+  if (!sizes_of_q(q)) return false;
+  const int rows = problem.packed ? 0 : 1, heads = rows + 1, dim = rows + 2;
+  const char* rows_k = problem.packed ? "total_k" : "seqlen_k";
   if (!shape("k", k, tokens(rows_k, "num_heads_k", problem.head_dim))) return false;
   if (!within("k", k, rows, rows_k, 0, max_rows)) return false;
   problem.rows_k = k.shape[rows];
-  problem.num_heads_k = k.shape[heads];
-  if (problem.num_heads_k < 1 || problem.num_heads_q % problem.num_heads_k != 0) {
-    return fail("k", shape_text(k), "num_heads to divide q's " + std::to_string(problem.num_heads_q));
-  }
-  if (!few_rows("k", k)) return false;
-  problem.group_size = problem.num_heads_q / problem.num_heads_k;
+  if (!heads_of_k("k", k, heads) || !few_rows("k", k, rows)) return false;
 
   if (!shape("v", v, tokens(problem.rows_k, problem.num_heads_k, "head_dim_v"))) return false;
   problem.head_dim_v = v.shape[dim];
   return within("v", v, dim, "head_dim_v", 1, max_head_dim);
+}
+
+bool Validator::heads_of_k(const char* name, const Tensor& k, int axis) {
+  problem.num_heads_k = k.shape[axis];
+  if (problem.num_heads_k < 1 || problem.num_heads_q % problem.num_heads_k != 0) {
+    return fail(name, shape_text(k), "num_heads to divide q's " + std::to_string(problem.num_heads_q));
+  }
+  problem.group_size = problem.num_heads_q / problem.num_heads_k;
+  return true;
 }
 
 // --- the lengths: here the host reads memory, if it is its own ---
@@ -465,7 +376,7 @@ bool Validator::alibi() {
   return true;
 }
 
-BiasView bias_view(const Tensor& tensor) {
+static BiasView bias_view(const Tensor& tensor) {
   const Extents stride = effective_strides(tensor);
   const int missing = Tensor::max_rank - tensor.rank;  // leading dimensions, broadcast
   const auto at = [&](int axis) { return axis < missing ? 0 : stride[axis - missing]; };
@@ -567,6 +478,13 @@ bool Validator::gradients(const Backward& call) {
   return true;
 }
 
+// Whether an output is that input itself, where it may be: merge_states works element by element.
+static bool in_place(Direction direction, const Tensor& output, const Tensor& input) {
+  return direction == Direction::merge && output.data == input.data && output.rank == input.rank &&
+         dtype_of(output) == dtype_of(input) && output.shape == input.shape &&
+         effective_strides(output) == effective_strides(input);
+}
+
 bool Validator::aliases(const Workspace& workspace) {
   struct Memory {
     const Argument* argument;
@@ -592,7 +510,8 @@ bool Validator::aliases(const Workspace& workspace) {
     }
     if (mine.argument->role != Role::output) continue;
     for (const Memory& other : memories) {
-      if (&other != &mine && overlap(mine.of, other.of)) {
+      if (&other != &mine && overlap(mine.of, other.of) &&
+          !in_place(problem.direction, *mine.argument->tensor, *other.argument->tensor)) {
         return fail(mine.argument->name, std::string("shares memory with ") + other.argument->name,
                     "memory of its own");
       }
@@ -600,8 +519,6 @@ bool Validator::aliases(const Workspace& workspace) {
   }
   return true;
 }
-
-}  // namespace
 
 Result<Problem> validate(const Forward& call, Pointers pointers) {
   Validator check(Direction::forward, call.options, arguments(call), pointers);

@@ -330,6 +330,11 @@ HWY_INLINE void store_pair(Vec x, Vec y, Element* to, std::int64_t c) {
   const auto high = hn::Add(hn::BitCast(u, y), half);
   hn::StoreU(hn::OrAnd(low, high, hn::Set(u, 0xFFFF0000u)), u, reinterpret_cast<std::uint32_t*>(to) + c);
 }
+// The same columns as floats, for what AMX has no part in.
+HWY_INLINE void store_pair(Vec x, Vec y, float* to, std::int64_t c) {
+  store(x, to + c);
+  store(y, to + c + pair_distance);
+}
 
 }  // namespace tessera::cpu::TESSERA_CPU_KERNEL
 HWY_AFTER_NAMESPACE();

@@ -384,7 +384,7 @@ HWY_NOINLINE void backward_task(const Problem& problem, const BackwardRows& shar
     const Scoring scoring(problem, sequence, b, h);
     for (std::int64_t m = seen_by.begin / tile_m; m * tile_m < seen_by.end; ++m) {
       const Range tile{m * tile_m, std::min<long long>((m + 1) * tile_m, sequence.seqlen_q)};
-      const Range cols = columns_of(mask, block.keys, tile);
+      const Range cols = columns_of(mask.keys_of_any(tile), block.keys);
       if (cols.empty()) continue;
       const std::int64_t count = tile.size(), at = shared.index(problem, sequence, b, h, tile.begin);
       const std::int64_t row_depth = round_up(count, depth_unit);
@@ -481,7 +481,7 @@ HWY_NOINLINE void bias_task(const Problem& problem, const BackwardRows& shared,
         const KeyBlock block = load_keys(problem, scratch, sequence, b, h / problem.group_size, n * block_n);
         for (std::int64_t m = m_tiles.begin; m < m_tiles.end && m * tile_m < sequence.seqlen_q; ++m) {
           const Range tile{m * tile_m, std::min<long long>((m + 1) * tile_m, sequence.seqlen_q)};
-          const Range cols = columns_of(mask, block.keys, tile);
+          const Range cols = columns_of(mask.keys_of_any(tile), block.keys);
           if (cols.empty()) continue;
           const std::int64_t at = shared.index(problem, sequence, b, h, tile.begin);
           Ahead nothing;

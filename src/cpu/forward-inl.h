@@ -66,9 +66,55 @@ struct ForwardScratch {
   }
 };
 
+// The rows of a task: row r is query r / heads of head first_head + r % heads. Forward's are those of one
+// head; decode puts all heads that share keys into one tile. Either way the ends of a row's keys never
+// decrease.
+struct TaskRows {
+  const Problem& problem;
+  const Sequence& sequence;
+  std::int64_t b, first_head, heads;
+  Mask mask;
+  Scoring first;  // of first_head
+
+  TaskRows(const Problem& p, const Sequence& s, std::int64_t batch_index, std::int64_t head,
+           std::int64_t head_count)
+      : problem(p),
+        sequence(s),
+        b(batch_index),
+        first_head(head),
+        heads(head_count),
+        mask(p.mask(s)),
+        first(p, s, batch_index, head) {}
+
+  [[nodiscard]] std::int64_t query(std::int64_t r) const { return heads == 1 ? r : r / heads; }
+  [[nodiscard]] std::int64_t head(std::int64_t r) const { return first_head + (heads == 1 ? 0 : r % heads); }
+  // Of the row's head, made in `other` where that is not the first. Heads differ in their ALiBi slope only.
+  [[nodiscard]] HWY_INLINE const Scoring& scoring(std::int64_t r, Scoring& other) const {
+    if (heads == 1) return first;
+    other.h = head(r);
+    if (problem.alibi_slopes != nullptr) other.slope = canonical(problem.alibi_slope(b, other.h) * log2e);
+    return other;
+  }
+  [[nodiscard]] HWY_INLINE float exponent_scale(std::int64_t r) const {
+    if (heads == 1 || problem.alibi_slopes == nullptr) return first.exponent_scale();
+    Scoring other = first;
+    return scoring(r, other).exponent_scale();
+  }
+  [[nodiscard]] Range keys_of_row(std::int64_t r) const { return mask.keys_of_row(query(r)); }
+  [[nodiscard]] Range keys_of_any(Range rows) const {
+    if (rows.empty()) return {};
+    return mask.keys_of_any({query(rows.begin), query(rows.end - 1) + 1});
+  }
+  // Whose results are not those of padding.
+  [[nodiscard]] Range live(Range rows) const {
+    return {rows.begin, std::min<long long>(rows.end, sequence.seqlen_q * heads)};
+  }
+};
+
 // p = 2^(scale x - shift) over the piece, dropped where dropout says so; returns the sum before dropping, in
 // a vector.
-HWY_INLINE Vec exponentiate(const RowPiece& piece, const float* x, float scale, float shift, Element* p,
+template <class P>
+HWY_INLINE Vec exponentiate(const RowPiece& piece, const float* x, float scale, float shift, P* p,
                             const std::uint16_t* random, unsigned threshold) {
   const Vec s = set(scale), m = set(shift);
   Vec sum[4] = {set(0.0f), set(0.0f), set(0.0f), set(0.0f)};
@@ -105,26 +151,26 @@ HWY_INLINE Vec exponentiate(const RowPiece& piece, const float* x, float scale, 
 // undoes. Beyond, it could be more than an exponent holds.
 constexpr float most_rounded = 1024.0f;
 
-// The online softmax over one tile: s becomes p, the rows' state moves on, alpha is what acc_o must shrink
-// by. All rows' maxima first: the exponentials then wait for none of them. After each row's exponentials
-// comes between(rows left).
-template <class Between>
-HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch,
-                               float* s, Range rows, std::int64_t first_row, std::int64_t key, Range cols,
-                               const Between& between) {
-  const Dropout& dropout = scoring.problem.dropout;
-  const float scale = scoring.exponent_scale();
+// The online softmax over one tile: s becomes p (at the row stride p_ld, in the same place or in another),
+// the rows' state moves on, alpha is what acc_o must shrink by. All rows' maxima first: the exponentials then
+// wait for none of them. After each row's exponentials comes between(rows left).
+template <class P, class Between>
+HWY_NOINLINE void softmax_tile(const TaskRows& task, const ForwardScratch& scratch, float* s, P* tile_p,
+                               std::int64_t p_ld, Range rows, std::int64_t first_row, std::int64_t key,
+                               Range cols, const Between& between) {
+  const Dropout& dropout = task.problem.dropout;
+  Scoring other = task.first;
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
-    const RowPiece piece(i, key, cols, mask.keys_of_row(i));
+    const RowPiece piece(task.query(i), key, cols, task.keys_of_row(i));
     scratch.tile_max[i - rows.begin] =
-        score_row(scoring, piece, s + (i - rows.begin) * scratch.tile_ld, scratch.row);
+        score_row(task.scoring(i, other), piece, s + (i - rows.begin) * scratch.tile_ld, scratch.row);
   }
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
     const std::int64_t r = i - first_row;
     float* x = s + (i - rows.begin) * scratch.tile_ld;
-    Element* p = elements_in(s) + (i - rows.begin) * scratch.p_ld;
-    const RowPiece piece(i, key, cols, mask.keys_of_row(i));
-    const float before = scratch.row_max[r];
+    P* p = tile_p + (i - rows.begin) * p_ld;
+    const RowPiece piece(task.query(i), key, cols, task.keys_of_row(i));
+    const float scale = task.exponent_scale(i), before = scratch.row_max[r];
     const float largest = std::max(before, scratch.tile_max[i - rows.begin]);
     // A row that has seen nothing but -inf keeps p = 2^-inf = 0 instead of NaN.
     const float most = largest == -infinity ? 0.0f : largest;
@@ -139,8 +185,8 @@ HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const F
     const std::uint16_t* random = nullptr;
     if (dropout.active()) {
       random = scratch.row.random;
-      dropout_bits(dropout, scoring.head_index(), static_cast<unsigned>(i), key + piece.live.begin,
-                   key + piece.live.end, scratch.row.random);
+      dropout_bits(dropout, task.scoring(i, other).head_index(), static_cast<unsigned>(piece.row),
+                   key + piece.live.begin, key + piece.live.end, scratch.row.random);
     }
     const Vec sum = exponentiate(piece, x, scale, shift, p, random, dropout.threshold);
     float* total = scratch.row_sum + r * lanes;
@@ -151,27 +197,58 @@ HWY_NOINLINE void softmax_tile(const Scoring& scoring, const Mask& mask, const F
   }
 }
 
+// The state before the first key: nothing seen, or with sinks (if they are this task's to count) the sink.
+HWY_INLINE void start_rows(const TaskRows& task, const ForwardScratch& scratch, Range rows, bool with_sinks) {
+  const bool sunk = with_sinks && task.problem.sinks != nullptr;
+  const std::int64_t spare = round_up(rows.size(), row_unit);
+  std::fill(scratch.row_max, scratch.row_max + spare, -infinity);
+  zero_row(scratch.row_sum, spare * lanes);
+  for (std::int64_t r = 0; sunk && r < rows.size(); ++r) {
+    scratch.row_max[r] = task.problem.sink(task.head(rows.begin + r)) * log2e;
+    scratch.row_sum[r * lanes] = 1.0f;
+  }
+  std::fill(scratch.alpha, scratch.alpha + spare, 1.0f);
+  zero_row(scratch.acc_o, spare * scratch.value_cols);
+}
+
+// o and lse of one row, from its acc_o, maximum (in the units of its scores) and sum.
+template <class T>
+HWY_INLINE void finish_row(const TaskRows& task, std::int64_t row, const float* acc_o, float max, float sum,
+                           T* o) {
+  const Problem& problem = task.problem;
+  const std::int64_t s = task.sequence.q_begin + task.query(row), h = task.head(row);
+  T* to = o + problem.o.offset(task.b, s, h);
+  const bool seen = task.query(row) < task.sequence.seqlen_q && sum != 0.0f;
+  if (seen) {
+    row_from_float(acc_o, problem.dropout.scale / sum, problem.head_dim_v, to);
+  } else {
+    zero_row(to, problem.head_dim_v);
+  }
+  if (!problem.lse.given()) return;
+  static_cast<float*>(problem.lse.data)[problem.lse.offset(task.b, s, h)] =
+      seen ? max * task.exponent_scale(row) * ln2 + std::log(sum) : -infinity;
+}
+
 // o and lse of the rows, from acc_o and the softmax state.
-HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scratch, const Sequence& sequence,
-                              std::int64_t b, std::int64_t h, Range rows, float scale) {
-  with_type(problem.o.dtype, [&](auto* type) HWY_ATTR {
-    auto* o = static_cast<decltype(type)>(problem.o.data);
-    auto* lse = static_cast<float*>(problem.lse.data);
+HWY_NOINLINE void finish_rows(const TaskRows& task, const ForwardScratch& scratch, Range rows) {
+  with_type(task.problem.o.dtype, [&](auto* type) HWY_ATTR {
+    auto* o = static_cast<decltype(type)>(task.problem.o.data);
     for (std::int64_t i = rows.begin; i < rows.end; ++i) {
       const std::int64_t r = i - rows.begin;
-      auto* to = o + problem.o.offset(b, sequence.q_begin + i, h);
-      const float sum = sum_of(load(scratch.row_sum + r * lanes));
-      const bool seen = i < sequence.seqlen_q && sum != 0.0f;
-      if (seen) {
-        row_from_float(scratch.acc_o + r * scratch.value_cols, problem.dropout.scale / sum,
-                       problem.head_dim_v, to);
-      } else {
-        zero_row(to, problem.head_dim_v);
-      }
-      if (problem.lse.given()) {
-        lse[problem.lse.offset(b, sequence.q_begin + i, h)] =
-            seen ? scratch.row_max[r] * scale * ln2 + std::log(sum) : -infinity;
-      }
+      finish_row(task, i, scratch.acc_o + r * scratch.value_cols, scratch.row_max[r],
+                 sum_of(load(scratch.row_sum + r * lanes)), o);
+    }
+  });
+}
+
+// Of padding: queries of head h.
+HWY_NOINLINE void clear_rows(const Problem& problem, const Sequence& sequence, std::int64_t b, std::int64_t h,
+                             Range queries) {
+  with_type(problem.o.dtype, [&](auto* type) HWY_ATTR {
+    auto* o = static_cast<decltype(type)>(problem.o.data);
+    for (std::int64_t s = sequence.q_begin + queries.begin; s < sequence.q_begin + queries.end; ++s) {
+      zero_row(o + problem.o.offset(b, s, h), problem.head_dim_v);
+      if (problem.lse.given()) static_cast<float*>(problem.lse.data)[problem.lse.offset(b, s, h)] = -infinity;
     }
   });
 }
@@ -179,8 +256,8 @@ HWY_NOINLINE void finish_rows(const Problem& problem, const ForwardScratch& scra
 // One block of keys and all row tiles that see some of it: scores, softmax, values, tile by tile. Where
 // products overlap with softmax, two others run between the rows of a tile's softmax: acc_o += p v of the
 // tile before, and then s = q kᵀ of the next one, which goes where that p lay.
-HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const ForwardScratch& scratch, Range live,
-                         Range block, OperandB k, OperandB v, Ahead ahead) {
+HWY_NOINLINE void attend(const TaskRows& task, const ForwardScratch& scratch, Range live, Range block,
+                         OperandB k, OperandB v, Ahead ahead) {
   const auto scores_of = [&](Range tile, Range cols, float* s) {
     const std::int64_t r = tile.begin - live.begin;
     return Product<Into::overwrite>(tile.size(), cols.size(), scratch.depth,
@@ -208,7 +285,7 @@ HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const Forward
   const auto next_tile = [&] {  // that sees some of the block; empty after the last
     for (tile = {}; i < live.end && tile.empty(); i += forward_tiles.tile_m) {
       const Range rows{i, std::min<long long>(i + forward_tiles.tile_m, live.end)};
-      cols = columns_of(mask, block, rows);
+      cols = columns_of(task.keys_of_any(rows), block);
       if (!cols.empty()) tile = rows;
     }
     if (!tile.empty()) scores = scores_of(tile, cols, scratch.s[side]);
@@ -222,7 +299,7 @@ HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const Forward
       side = 1 - side;
       next_tile();
     }
-    softmax_tile(scoring, mask, scratch, s, now, live.begin, block.begin, now_cols,
+    softmax_tile(task, scratch, s, elements_in(s), scratch.p_ld, now, live.begin, block.begin, now_cols,
                  [&](std::int64_t rows_left) HWY_ATTR {
                    const std::int64_t steps = values.steps() + scores.steps();
                    advance((steps + rows_left) / (rows_left + 1));
@@ -242,22 +319,11 @@ HWY_NOINLINE void attend(const Scoring& scoring, const Mask& mask, const Forward
 HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scratch, std::int64_t b,
                                std::int64_t h, Range rows) {
   const Sequence sequence = sequence_or_rest(problem, b);
-  const Range live{rows.begin, std::min<long long>(rows.end, sequence.seqlen_q)};
-  if (live.empty()) return finish_rows(problem, scratch, sequence, b, h, rows, 1.0f);
-  const Mask mask = problem.mask(sequence);
-  const Range keys = mask.keys_of_any(live);
-  const Scoring scoring(problem, sequence, b, h);
+  if (rows.begin >= sequence.seqlen_q) return clear_rows(problem, sequence, b, h, rows);
+  const TaskRows task(problem, sequence, b, h, 1);
+  const Range live = task.live(rows), keys = task.keys_of_any(live);
   const std::int64_t block_n = forward_tiles.block_n, kv_head = h / problem.group_size;
-
-  const bool sunk = problem.sinks != nullptr;
-  const std::int64_t spare = round_up(rows.size(), row_unit);
-  std::fill(scratch.row_max, scratch.row_max + spare, sunk ? problem.sink(h) * log2e : -infinity);
-  zero_row(scratch.row_sum, spare * lanes);
-  if (sunk) {
-    for (std::int64_t r = 0; r < spare; ++r) scratch.row_sum[r * lanes] = 1.0f;
-  }
-  std::fill(scratch.alpha, scratch.alpha + spare, 1.0f);
-  zero_row(scratch.acc_o, spare * scratch.value_cols);
+  start_rows(task, scratch, rows, true);
   if (!keys.empty()) {
     load_rows(problem.q, b, sequence.q_begin + live.begin, h, live.size(), problem.head_dim, scratch.q,
               scratch.depth_ld, round_up(live.size(), row_unit));
@@ -275,11 +341,11 @@ HWY_NOINLINE void forward_task(const Problem& problem, const ForwardScratch& scr
     const OperandB v = b_rows(v_rows.data, v_rows.ld, padded, scratch.value_cols, scratch.v_operand);
 
     const Range next{block.end, std::min<long long>({key + 2 * block_n, keys.end, sequence.seqlen_k})};
-    attend(scoring, mask, scratch, live, block, k, v,
+    attend(task, scratch, live, block, k, v,
            Ahead(problem.k, problem.v, b, sequence.k_begin + next.begin, kv_head, next.size(),
                  problem.head_dim, problem.head_dim_v));
   }
-  finish_rows(problem, scratch, sequence, b, h, rows, scoring.exponent_scale());
+  finish_rows(task, scratch, rows);
 }
 
 // As many rows as fit into the cache, so that bringing a key block into form is cheap beside what is done

@@ -15,6 +15,7 @@ std::string takes_cpu(const Problem& problem) {
 #if defined(__x86_64__)
 std::string takes_bfloat16(const Problem& problem) {
   if (std::string reason = takes_cpu(problem); !reason.empty()) return reason;
+  if (problem.direction == Direction::merge) return "merge_states has no products for its tiles";
   if (problem.dtype != DType::bfloat16)
     return std::string("its tiles are bfloat16, q is ") + name_of(problem.dtype);
   if (problem.direction == Direction::backward && problem.dout.dtype != DType::bfloat16) {

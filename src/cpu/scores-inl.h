@@ -40,10 +40,8 @@ struct Scoring {
   [[nodiscard]] unsigned head_index() const { return static_cast<unsigned>(b * problem.num_heads_q + h); }
 };
 
-// The columns of a block of keys that some row of the tile sees, in whole panels and whole vectors; empty if
-// it sees none.
-HWY_INLINE Range columns_of(const Mask& mask, Range block, Range tile) {
-  const Range seen = mask.keys_of_any(tile);
+// The columns of a block of keys that are seen, in whole panels and whole vectors; empty if none is.
+HWY_INLINE Range columns_of(Range seen, Range block) {
   if (seen.end <= block.begin || seen.begin >= block.end) return {};
   return {std::max(seen.begin - block.begin, 0LL) / col_align * col_align,
           round_up(std::min(seen.end, block.end) - block.begin, col_unit)};

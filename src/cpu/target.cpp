@@ -4,7 +4,9 @@
 #include "cpu/target.h"
 
 #include "cpu/backward-inl.h"
+#include "cpu/decode-inl.h"
 #include "cpu/forward-inl.h"
+#include "cpu/merge-inl.h"
 #include "cpu/parallel.h"
 
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
@@ -22,7 +24,9 @@ void* aligned(void* workspace) {
 
 int useful_threads(const Problem& problem) {
   const double rows = static_cast<double>(problem.packed ? problem.rows_q : problem.batch * problem.rows_q);
-  const double flops = 2.0 * rows * static_cast<double>(problem.num_heads_q * problem.max_seqlen_k) *
+  // merge_states has no keys: its work is that of a few.
+  const std::int64_t keys = problem.direction == Direction::merge ? 4 : problem.max_seqlen_k;
+  const double flops = 2.0 * rows * static_cast<double>(problem.num_heads_q * keys) *
                        static_cast<double>(problem.head_dim + problem.head_dim_v);
   return static_cast<int>(std::min<double>(problem.num_threads, 1.0 + flops / flops_per_thread));
 }
@@ -31,6 +35,11 @@ int useful_threads(const Problem& problem) {
 
 Plan plan(const Problem& problem) {
   const int threads = useful_threads(problem);
+  if (problem.direction == Direction::merge) return {1, 1, threads, 0};
+  if (problem.direction == Direction::decode) {
+    const std::size_t bytes = DecodeLayout(problem, threads, nullptr).bytes;
+    return {forward_tiles.tile_m, forward_tiles.block_n, threads, bytes + alignment};
+  }
   if (problem.direction == Direction::forward) {
     const std::size_t bytes = ForwardLayout(problem, threads, nullptr).bytes;
     return {forward_tiles.tile_m, forward_tiles.block_n, threads, bytes + alignment};
@@ -41,10 +50,19 @@ Plan plan(const Problem& problem) {
 }
 
 Status run(const Problem& problem, const Plan& plan, void* workspace) {
-  if (problem.direction == Direction::forward) {
-    forward(problem, plan.threads, aligned(workspace));
-  } else {
-    backward(problem, plan.threads, aligned(workspace));
+  switch (problem.direction) {
+    case Direction::forward:
+      forward(problem, plan.threads, aligned(workspace));
+      break;
+    case Direction::backward:
+      backward(problem, plan.threads, aligned(workspace));
+      break;
+    case Direction::decode:
+      decode(problem, plan.threads, aligned(workspace));
+      break;
+    case Direction::merge:
+      merge(problem, plan.threads);
+      break;
   }
   return {};
 }

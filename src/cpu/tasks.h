@@ -36,9 +36,9 @@ class Carver {
   if (b < problem.batch) return problem.sequence(b);
   Sequence rest;
   rest.q_begin = problem.cu_seqlens_q[problem.batch];
-  rest.k_begin = problem.cu_seqlens_k[problem.batch];
+  if (problem.direction != Direction::decode) rest.k_begin = problem.cu_seqlens_k[problem.batch];
   rest.allocated_q = problem.rows_q - rest.q_begin;
-  rest.allocated_k = problem.rows_k - rest.k_begin;
+  rest.allocated_k = problem.direction == Direction::decode ? 0 : problem.rows_k - rest.k_begin;
   return rest;
 }
 

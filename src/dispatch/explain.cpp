@@ -28,19 +28,21 @@ Pairs pairs_of(const Problem& problem, const Sequence& sequence) {
 // equally long, to within one row.
 Sequence sequence_of(const Problem& problem, std::int64_t b) {
   if (problem.on_host()) return problem.sequence(b);
-  const auto share = [&](std::int64_t rows) {
-    return problem.packed ? rows * (b + 1) / problem.batch - rows * b / problem.batch : rows;
+  const auto share = [&](std::int64_t rows, bool packed) {
+    return packed ? rows * (b + 1) / problem.batch - rows * b / problem.batch : rows;
   };
   Sequence s;
-  s.seqlen_q = s.allocated_q = share(problem.rows_q);
-  s.seqlen_k = s.allocated_k = share(problem.rows_k);
+  const bool decode = problem.direction == Direction::decode;
+  s.seqlen_q = s.allocated_q = share(problem.rows_q, problem.packed);
+  s.seqlen_k = s.allocated_k = decode ? problem.max_seqlen_k : share(problem.rows_k, problem.packed);
   return s;
 }
 
 Pairs count_pairs(const Problem& problem) {
   // Sequences of a dense batch without seqused are all alike.
   const bool shortened = problem.on_host() && (problem.seqused_q != nullptr || problem.seqused_k != nullptr);
-  const bool alike = !problem.packed && !shortened;
+  const bool cached = problem.on_host() && problem.direction == Direction::decode;
+  const bool alike = !problem.packed && !shortened && !cached;
   if (alike) {
     const Pairs one = problem.batch == 0 ? Pairs{} : pairs_of(problem, sequence_of(problem, 0));
     const auto batch = static_cast<double>(problem.batch);
@@ -59,7 +61,17 @@ Pairs count_pairs(const Problem& problem) {
 // and dv over head_dim_v.
 double flops_per_pair(const Problem& problem) {
   const auto dim = static_cast<double>(problem.head_dim), dim_v = static_cast<double>(problem.head_dim_v);
-  return problem.direction == Direction::forward ? 2 * (dim + dim_v) : 2 * (3 * dim + 2 * dim_v);
+  return problem.direction == Direction::backward ? 2 * (3 * dim + 2 * dim_v) : 2 * (dim + dim_v);
+}
+
+// Keys of the batch. A cache has room for more than it holds.
+double count_keys(const Problem& problem) {
+  if (problem.direction != Direction::decode)
+    return (problem.packed ? 1.0 : static_cast<double>(problem.batch)) * static_cast<double>(problem.rows_k);
+  double keys = 0;
+  for (std::int64_t b = 0; b < problem.batch; ++b)
+    keys += static_cast<double>(sequence_of(problem, b).seqlen_k);
+  return keys;
 }
 
 // Compulsory traffic: every tensor once, and the workspace once. It is the lower bound that a roofline
@@ -69,8 +81,7 @@ double count_bytes(const Problem& problem, const Plan& plan) {
   const double batch = problem.packed ? 1.0 : static_cast<double>(problem.batch);
   const double rows_q =
       batch * static_cast<double>(problem.rows_q) * static_cast<double>(problem.num_heads_q);
-  const double rows_k =
-      batch * static_cast<double>(problem.rows_k) * static_cast<double>(problem.num_heads_k);
+  const double rows_k = count_keys(problem) * static_cast<double>(problem.num_heads_k);
   const auto dim = static_cast<double>(problem.head_dim), dim_v = static_cast<double>(problem.head_dim_v);
   double bytes = static_cast<double>(plan.workspace);
   const auto add = [&](const View& view, double elements) {

@@ -56,84 +56,15 @@ struct Worst {
   double excess = -1;  // error - tolerance, which can differ from element to element
 };
 
-class Comparison {
- public:
-  Comparison(Tensors& tensors, Verdict& verdict) : tensors_(tensors), verdict_(verdict) {}
-
-  void tensor(const char* name, const Buffer& buffer, const std::vector<double>& exact,
-              const std::vector<double>& plain, double deviation) {
-    const double plain_error = max_difference(exact, plain);
-    const double result_rounding = reference::rounding(buffer.dtype()) * max_abs(exact);
-    const double allowed = tolerance(plain_error, deviation, result_rounding);
-    if (!std::isfinite(allowed)) {
-      fail(std::string(name) + ": the plain computation is not finite, so that this case cannot be judged");
-    }
-    elements(name, buffer, exact, plain_error, [&](double) { return allowed; });
+void surroundings(Tensors& tensors, Direction direction, Comparison& comparison) {
+  for (const auto& [name, buffer] : tensors.outputs(direction)) {
+    if (!buffer->guards_intact())
+      comparison.fail(std::string(name) + ": memory around its elements was overwritten");
   }
-
-  // 1e-5 relative plus 1e-5, or what float32 can do where large products cancel to a small score.
-  void lse(const std::vector<double>& exact, const std::vector<double>& plain, double deviation) {
-    double plain_error = 0;
-    for (std::size_t i = 0; i < exact.size(); ++i) {
-      if (std::isfinite(exact[i])) plain_error = std::max(plain_error, std::abs(exact[i] - plain[i]));
-    }
-    elements("lse", tensors_.lse, exact, plain_error,
-             [&](double x) { return std::max(1e-5 * std::abs(x) + 1e-5, 4 * deviation); });
+  for (const auto& [name, buffer] : tensors.inputs()) {
+    if (!buffer->unchanged()) comparison.fail(std::string(name) + ": an input was changed");
   }
-
-  void surroundings(Direction direction) {
-    for (const auto& [name, buffer] : tensors_.outputs(direction)) {
-      if (!buffer->guards_intact()) fail(std::string(name) + ": memory around its elements was overwritten");
-    }
-    for (const auto& [name, buffer] : tensors_.inputs()) {
-      if (!buffer->unchanged()) fail(std::string(name) + ": an input was changed");
-    }
-  }
-
- private:
-  template <class Tolerance>
-  void elements(const char* name, const Buffer& buffer, const std::vector<double>& exact, double plain_error,
-                Tolerance&& allowed) {
-    if (buffer.size() != static_cast<std::int64_t>(exact.size())) {
-      return fail(std::string(name) + ": has " + std::to_string(buffer.size()) + " elements, the oracle " +
-                  std::to_string(exact.size()));
-    }
-    Worst worst;
-    std::int64_t unwritten = 0, first_unwritten = 0, not_finite = 0, first_not_finite = 0;
-    for (std::int64_t i = 0; i < buffer.size(); ++i) {
-      const double actual = buffer.get(i);
-      if (buffer.unwritten(i)) {
-        if (unwritten++ == 0) first_unwritten = i;
-      } else if (actual != exact[i] && !(std::isfinite(actual) && std::isfinite(exact[i]))) {
-        if (not_finite++ == 0) first_not_finite = i;
-      } else if (actual != exact[i]) {
-        const double error = std::abs(actual - exact[i]), excess = error - allowed(exact[i]);
-        if (worst.index < 0 || excess > worst.excess) worst = {i, error, excess};
-      }
-    }
-    if (unwritten > 0) {
-      fail(place_of(name, buffer, first_unwritten) + " was not written, " + std::to_string(unwritten) +
-           " of " + std::to_string(buffer.size()) + " were not");
-    }
-    if (not_finite > 0) {
-      fail(place_of(name, buffer, first_not_finite) + " is " + number(buffer.get(first_not_finite)) +
-           ", expected " + number(exact[first_not_finite]) + ", and so " + std::to_string(not_finite) +
-           " of " + std::to_string(buffer.size()));
-    }
-    const double bound = worst.index < 0 ? allowed(0.0) : allowed(exact[worst.index]);
-    verdict_.scores.push_back({name, worst.error, plain_error, bound});
-    if (worst.index >= 0 && worst.excess > 0) {
-      fail(place_of(name, buffer, worst.index) + " is " + number(buffer.get(worst.index)) + ", expected " +
-           number(exact[worst.index]) + ": error " + number(worst.error) + ", tolerance " + number(bound) +
-           ", plain error " + number(plain_error));
-    }
-  }
-
-  void fail(std::string what) { verdict_.failures.push_back(std::move(what)); }
-
-  Tensors& tensors_;
-  Verdict& verdict_;
-};
+}
 
 // False, with the reason, if the call failed or another kernel than the forced one ran.
 bool runs(const Tensors& tensors, Direction direction, Verdict& verdict) {
@@ -153,6 +84,66 @@ bool runs(const Tensors& tensors, Direction direction, Verdict& verdict) {
 
 }  // namespace
 
+template <class Tolerance>
+void Comparison::elements(const char* name, const Buffer& buffer, const std::vector<double>& exact,
+                          double plain_error, Tolerance&& allowed) {
+  if (buffer.size() != static_cast<std::int64_t>(exact.size())) {
+    return fail(std::string(name) + ": has " + std::to_string(buffer.size()) + " elements, the oracle " +
+                std::to_string(exact.size()));
+  }
+  Worst worst;
+  std::int64_t unwritten = 0, first_unwritten = 0, not_finite = 0, first_not_finite = 0;
+  for (std::int64_t i = 0; i < buffer.size(); ++i) {
+    const double actual = buffer.get(i);
+    if (buffer.unwritten(i)) {
+      if (unwritten++ == 0) first_unwritten = i;
+    } else if (actual != exact[i] && !(std::isfinite(actual) && std::isfinite(exact[i]))) {
+      if (not_finite++ == 0) first_not_finite = i;
+    } else if (actual != exact[i]) {
+      const double error = std::abs(actual - exact[i]), excess = error - allowed(exact[i]);
+      if (worst.index < 0 || excess > worst.excess) worst = {i, error, excess};
+    }
+  }
+  if (unwritten > 0) {
+    fail(place_of(name, buffer, first_unwritten) + " was not written, " + std::to_string(unwritten) + " of " +
+         std::to_string(buffer.size()) + " were not");
+  }
+  if (not_finite > 0) {
+    fail(place_of(name, buffer, first_not_finite) + " is " + number(buffer.get(first_not_finite)) +
+         ", expected " + number(exact[first_not_finite]) + ", and so " + std::to_string(not_finite) + " of " +
+         std::to_string(buffer.size()));
+  }
+  const double bound = worst.index < 0 ? allowed(0.0) : allowed(exact[worst.index]);
+  scores_.push_back({name, worst.error, plain_error, bound});
+  if (worst.index >= 0 && worst.excess > 0) {
+    fail(place_of(name, buffer, worst.index) + " is " + number(buffer.get(worst.index)) + ", expected " +
+         number(exact[worst.index]) + ": error " + number(worst.error) + ", tolerance " + number(bound) +
+         ", plain error " + number(plain_error));
+  }
+}
+
+void Comparison::tensor(const char* name, const Buffer& buffer, const std::vector<double>& exact,
+                        const std::vector<double>& plain, double deviation) {
+  const double plain_error = max_difference(exact, plain);
+  const double result_rounding = reference::rounding(buffer.dtype()) * max_abs(exact);
+  const double allowed = tolerance(plain_error, deviation, result_rounding);
+  if (!std::isfinite(allowed)) {
+    fail(std::string(name) + ": the plain computation is not finite, so that this case cannot be judged");
+  }
+  elements(name, buffer, exact, plain_error, [&](double) { return allowed; });
+}
+
+// 1e-5 relative plus 1e-5, or what float32 can do where large products cancel to a small score.
+void Comparison::lse(const Buffer& buffer, const std::vector<double>& exact, const std::vector<double>& plain,
+                     double deviation) {
+  double plain_error = 0;
+  for (std::size_t i = 0; i < exact.size(); ++i) {
+    if (std::isfinite(exact[i])) plain_error = std::max(plain_error, std::abs(exact[i] - plain[i]));
+  }
+  elements("lse", buffer, exact, plain_error,
+           [&](double x) { return std::max(1e-5 * std::abs(x) + 1e-5, 4 * deviation); });
+}
+
 Expected expect(const Tensors& tensors) {
   const Problem forward_problem = validate(tensors.forward_call()).or_throw();
   const Problem backward_problem = validate(tensors.backward_call()).or_throw();
@@ -162,12 +153,12 @@ Expected expect(const Tensors& tensors) {
 }
 
 void compare(Tensors& tensors, const Expected& expected, Direction direction, Verdict& verdict) {
-  Comparison comparison(tensors, verdict);
+  Comparison comparison(verdict.scores, verdict.failures);
   const reference::Deviations& deviations = expected.deviations;
   if (direction == Direction::forward) {
     comparison.tensor("o", tensors.o, expected.outputs.o, expected.plain_outputs.o, deviations.o);
     if (tensors.settings.lse)
-      comparison.lse(expected.outputs.lse, expected.plain_outputs.lse, deviations.lse);
+      comparison.lse(tensors.lse, expected.outputs.lse, expected.plain_outputs.lse, deviations.lse);
   } else {
     const reference::Gradients &exact = expected.gradients, &plain = expected.plain_gradients;
     comparison.tensor("dq", tensors.dq, exact.dq, plain.dq, deviations.dq);
@@ -178,7 +169,7 @@ void compare(Tensors& tensors, const Expected& expected, Direction direction, Ve
     if (tensors.dsinks.given())
       comparison.tensor("dsinks", tensors.dsinks, exact.dsinks, plain.dsinks, deviations.dsinks);
   }
-  comparison.surroundings(direction);
+  surroundings(tensors, direction, comparison);
 }
 
 Case forced(Case c, const std::string& kernel) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "reference/oracle.h"
@@ -30,6 +31,28 @@ struct Verdict {
 
   [[nodiscard]] bool ok() const { return failures.empty(); }
   [[nodiscard]] std::string to_string() const;
+};
+
+// Holds outputs against the oracle: every element written and close enough. Failures say what, where and by
+// how much.
+class Comparison {
+ public:
+  Comparison(std::vector<Score>& scores, std::vector<std::string>& failures)
+      : scores_(scores), failures_(failures) {}
+
+  void tensor(const char* name, const Buffer& buffer, const std::vector<double>& exact,
+              const std::vector<double>& plain, double deviation);
+  void lse(const Buffer& buffer, const std::vector<double>& exact, const std::vector<double>& plain,
+           double deviation);
+  void fail(std::string what) { failures_.push_back(std::move(what)); }
+
+ private:
+  template <class Tolerance>
+  void elements(const char* name, const Buffer& buffer, const std::vector<double>& exact, double plain_error,
+                Tolerance&& allowed);
+
+  std::vector<Score>& scores_;
+  std::vector<std::string>& failures_;
 };
 
 // What a case should give: by the oracle, by the plain computation, and how far roundings may lead.

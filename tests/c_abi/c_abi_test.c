@@ -316,6 +316,83 @@ static void test_explain(void) {
   tear_down(&c);
 }
 
+/* The cache holds 2 keys, the call appends 2 more: their values are 1, 2, 3, 4. */
+static void test_decode(void) {
+  Call c;
+  set_up(&c);
+  float k_new[2 * HEADS * DIM] = {0}, v_new[2 * HEADS * DIM];
+  int64_t new_shape[4] = {BATCH, 2, HEADS, DIM}, length_shape[1] = {BATCH};
+  int32_t length[1] = {2};
+  memcpy(v_new, c.v + 2 * HEADS * DIM, sizeof v_new);
+  memset(c.v + 2 * HEADS * DIM, 0, sizeof v_new);
+  DLTensor t_k_new = tensor(k_new, 4, new_shape), t_v_new = tensor(v_new, 4, new_shape);
+  DLTensor t_length = tensor((float*)length, 1, length_shape);
+  t_length.dtype.code = kDLInt;
+
+  tessera_decode_args args;
+  tessera_decode_args_init(&args);
+  args.q = &c.t_q;
+  args.k_cache = &c.t_k;
+  args.v_cache = &c.t_v;
+  args.cache_seqlens = &t_length;
+  args.k_new = &t_k_new;
+  args.v_new = &t_v_new;
+  args.o = &c.t_o;
+  args.lse = &c.t_lse;
+  args.options = &c.options;
+  c.options.causal = 1;
+  size_t bytes = 0;
+  CHECK(tessera_decode_workspace_size(&args, &bytes) == TESSERA_OK);
+  CHECK(tessera_prepare_decode(&args) == TESSERA_OK);
+  size_t text = 0;
+  CHECK(tessera_explain_decode(&args, NULL, &text) == TESSERA_OK && text > 2);
+  args.workspace = malloc(bytes);
+  args.workspace_bytes = bytes;
+  CHECK(tessera_decode(&args) == TESSERA_OK);
+  CHECK(fabsf(c.o[0] - 2.0f) < 1e-6f && fabsf(c.o[HEADS * DIM] - 2.5f) < 1e-6f); /* rows of 3 and 4 keys */
+  CHECK(fabsf(c.lse[0] - logf(3.0f)) < 1e-6f && fabsf(c.lse[1] - logf(4.0f)) < 1e-6f);
+  CHECK(c.v[2 * HEADS * DIM] == 3.0f && c.v[3 * HEADS * DIM] == 4.0f);
+
+  length[0] = 3;
+  CHECK_INVALID(tessera_decode(&args), "cache_seqlens[0]: 3, expected 0 to 2 with the 2 of k_new");
+  length[0] = 2;
+  args.reserved = 1;
+  CHECK_INVALID(tessera_decode(&args), "reserved: 1, expected 0");
+  args.reserved = 0;
+  args.struct_size = 12;
+  CHECK(tessera_decode(&args) == TESSERA_INVALID_ARGUMENT);
+  CHECK_INVALID(tessera_decode(NULL), "args: null, expected a tessera_decode_args");
+  free(args.workspace);
+  tear_down(&c);
+}
+
+static void test_merge_states(void) {
+  Call c;
+  set_up(&c);
+  float o_b[BATCH * ROWS * HEADS * DIM], lse_b[BATCH * HEADS * ROWS];
+  for (size_t i = 0; i < sizeof c.o / sizeof *c.o; ++i) {
+    c.o[i] = 1.0f;
+    o_b[i] = 4.0f;
+  }
+  for (size_t i = 0; i < sizeof c.lse / sizeof *c.lse; ++i) {
+    c.lse[i] = logf(2.0f);
+    lse_b[i] = 0.0f;
+  }
+  DLTensor t_o_b = tensor(o_b, 4, c.rows_shape), t_lse_b = tensor(lse_b, 3, c.lse_shape);
+  tessera_merge_states_args args;
+  tessera_merge_states_args_init(&args);
+  args.o_a = args.o = &c.t_o; /* in place */
+  args.lse_a = args.lse = &c.t_lse;
+  args.o_b = &t_o_b;
+  args.lse_b = &t_lse_b;
+  CHECK(tessera_merge_states(&args) == TESSERA_OK);
+  CHECK(fabsf(c.o[0] - 2.0f) < 1e-6f && fabsf(c.lse[0] - logf(3.0f)) < 1e-6f);
+  args.lse_b = NULL;
+  CHECK_INVALID(tessera_merge_states(&args), "lse_b: not given");
+  CHECK_INVALID(tessera_merge_states(NULL), "args: null, expected a tessera_merge_states_args");
+  tear_down(&c);
+}
+
 static void* fail_elsewhere(void* unused) {
   (void)unused;
   CHECK(strcmp(tessera_last_error(), "") == 0); /* another thread's error is not ours */
@@ -345,6 +422,8 @@ int main(void) {
   test_bad_arguments();
   test_prepare();
   test_explain();
+  test_decode();
+  test_merge_states();
   test_errors_per_thread();
   if (failures != 0) fprintf(stderr, "%d checks failed\n", failures);
   return failures == 0 ? 0 : 1;

@@ -192,8 +192,15 @@ Status execute(const Problem& problem, void* workspace, bool only_load) {
 
 std::string missing() { return unavailable(); }
 
+std::string why_not_direction(Direction direction) {
+  if (direction == Direction::decode) return "decode has no GPU kernel yet";
+  if (direction == Direction::merge) return "merge_states has no GPU kernel yet";
+  return "";
+}
+
 std::string why_not(const Problem& problem) {
   if (problem.device.device_type != kDLCUDA) return "the tensors are not in GPU memory";
+  if (std::string reason = why_not_direction(problem.direction); !reason.empty()) return reason;
   const Result<const DeviceFacts*> facts = device_facts(problem.device.device_id);
   if (!facts.ok()) return facts.status().message();
   if (facts.value()->arch < 80) {
@@ -219,6 +226,7 @@ std::string why_not(const Problem& problem) {
 
 std::string why_not_sm90(const Problem& problem) {
   if (problem.device.device_type != kDLCUDA) return "the tensors are not in GPU memory";
+  if (std::string reason = why_not_direction(problem.direction); !reason.empty()) return reason;
   const Result<const DeviceFacts*> facts = device_facts(problem.device.device_id);
   if (!facts.ok()) return facts.status().message();
   if (facts.value()->arch != 90) {

@@ -1,0 +1,624 @@
+// Decode: a few queries of each sequence against its cache, which is read once.
+//
+// First k_new and v_new are appended. Then a task is (sequence, some key heads, split of the keys): all query
+// heads that share a key head are rows of one tile, query by query, so that no other task reads those keys
+// (core/split.h; many rows are cut into blocks of task_rows). A sequence of several splits leaves acc_o,
+// maximum and sum of each in the workspace, and a last pass merges them.
+//
+// Few rows stream: k and v are read row by row where they lie, by way of pointers, so that a page may have
+// any size; converting and packing them for a matmul would cost more than the products. Key heads that lie
+// side by side are taken together, block of keys by block of keys: memory then goes by in one piece, which is
+// twice as fast as rows at a distance. Many rows take forward's way.
+#pragma once
+
+#include "core/split.h"
+#include "cpu/forward-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera::cpu::TESSERA_CPU_KERNEL {
+
+// --- How the work is cut -----------------------------------------------------------------------------------
+
+constexpr std::int64_t few_rows = 16;      // stream
+constexpr std::int64_t stream_block = 64;  // keys; of all heads of a task, a part of the second-level cache
+constexpr std::int64_t stream_task_rows = 64;  // of all key heads of a task
+constexpr std::int64_t split_rows = 64;        // more are tasks enough: no automatic splits
+constexpr std::int64_t max_decode_rows = 256;  // of a task
+static_assert(forward_tiles.block_n % stream_block == 0 && stream_block % col_align == 0);
+constexpr Splits::Rule split_rule{forward_tiles.block_n, 512, 64};
+static_assert(few_rows <= forward_tiles.tile_m && 512 % forward_tiles.block_n == 0);
+
+struct DecodeCut {
+  std::int64_t rows;  // of a key head: the group's heads, query by query
+  std::int64_t row_blocks;
+  Splits splits;
+  std::int64_t most_splits;  // of such a sequence, whatever its keys: what the workspace has room for
+};
+
+HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
+  const std::int64_t row_bytes = problem.head_dim * static_cast<std::int64_t>(sizeof(Element)) +
+                                 problem.head_dim_v * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t most = std::min(
+      {forward_tiles.task_bytes / row_bytes, max_decode_rows, problem.max_seqlen_q * problem.group_size});
+  return round_up(std::max(most, stream_task_rows), forward_tiles.tile_m);
+}
+
+// Key heads of a task. They change the order of the work, and no result.
+HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, std::int64_t tasks_of_head, int threads) {
+  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
+  const std::int64_t rows = std::max<std::int64_t>(problem.max_seqlen_q * problem.group_size, 1);
+  if (!adjacent || rows > few_rows) return 1;
+  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / rows);
+  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
+    heads = (heads + 1) / 2;
+  return heads;
+}
+
+HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence, std::int64_t task_rows) {
+  DecodeCut cut;
+  cut.rows = sequence.allocated_q * problem.group_size;
+  cut.row_blocks = round_up(cut.rows, task_rows) / task_rows;
+  const std::int64_t given = problem.cache.num_splits;
+  const std::int64_t asked = given == 0 && cut.rows > split_rows ? 1 : given;
+  cut.splits = Splits::of(sequence.seqlen_k, asked, split_rule);
+  cut.most_splits = Splits::most(problem.max_seqlen_k, asked, split_rule);
+  return cut;
+}
+
+// One thread's arrays.
+struct DecodeScratch : ForwardScratch {
+  float *few_q, *few_s;  // of rows that stream
+  const void **k_rows[2], **v_rows[2];
+
+  DecodeScratch(Carver& carve, const Problem& problem, std::int64_t task_rows)
+      : ForwardScratch(carve, problem, task_rows) {
+    few_q = carve.take<float>(stream_task_rows * depth_ld);
+    few_s = carve.take<float>(stream_task_rows * few_ld);
+    for (int i = 0; i < 2; ++i) {
+      k_rows[i] = carve.take<const void*>(stream_block + 4);
+      v_rows[i] = carve.take<const void*>(stream_block + 4);
+    }
+  }
+  // Of the rows from `first` on, as they stream.
+  [[nodiscard]] DecodeScratch from(std::int64_t first) const {
+    DecodeScratch part = *this;
+    part.few_q += first * depth_ld;
+    part.few_s += first * few_ld;
+    part.acc_o += first * value_cols;
+    part.row_max += first;
+    part.row_sum += first * lanes;
+    part.alpha += first;
+    part.tile_ld = few_ld;
+    return part;
+  }
+  static constexpr std::int64_t few_ld = stream_block + 16;
+};
+
+// Of sequences of several splits, row by row: split s of row r of key head h is row
+// first_partial[b] + (s * num_heads_k + h) * rows + r.
+struct DecodeLayout {
+  std::int64_t task_rows;
+  std::int64_t *first_task, *first_partial;
+  float *o_partial, *max_partial, *sum_partial;
+  std::byte* scratch;  // one a thread
+  std::size_t scratch_bytes, bytes;
+
+  DecodeLayout(const Problem& problem, int threads, void* workspace) {
+    task_rows = decode_task_rows(problem);
+    Carver one(nullptr);
+    DecodeScratch(one, problem, task_rows);
+    scratch_bytes = one.used();
+    std::int64_t partial_rows = 0;
+    Carver carve(workspace);
+    first_task = carve.take<std::int64_t>(sequence_count(problem) + 1);
+    first_partial = carve.take<std::int64_t>(sequence_count(problem) + 1);
+    for (std::int64_t b = 0; b < sequence_count(problem); ++b) {
+      if (workspace != nullptr) first_partial[b] = partial_rows;
+      const DecodeCut cut = decode_cut(problem, sequence_or_rest(problem, b), task_rows);
+      if (b < problem.batch && cut.most_splits > 1)
+        partial_rows += cut.most_splits * problem.num_heads_k * cut.rows;
+    }
+    o_partial = carve.take<float>(partial_rows * problem.head_dim_v);
+    max_partial = carve.take<float>(partial_rows);
+    sum_partial = carve.take<float>(partial_rows);
+    scratch = carve.take<std::byte>(static_cast<std::int64_t>(scratch_bytes) * threads);
+    bytes = carve.used();
+  }
+};
+
+// --- Rotary embedding and append ---------------------------------------------------------------------------
+
+HWY_INLINE float angle_at(const View& view, std::int64_t position, std::int64_t i) {
+  const std::int64_t at = position * view.seq + i;
+  if (view.dtype == DType::float16) return to_float(static_cast<const float16*>(view.data)[at]);
+  if (view.dtype == DType::bfloat16) return to_float(static_cast<const bfloat16*>(view.data)[at]);
+  return static_cast<const float*>(view.data)[at];
+}
+
+// One row of q or k_new, in place: the pairs of its first rotary_dim elements.
+template <class T>
+HWY_INLINE void rotate_row(const Cache& cache, std::int64_t position, T* row) {
+  const std::int64_t half = cache.rotary_dim / 2;
+  const std::int64_t step = cache.interleaved ? 2 : 1, distance = cache.interleaved ? 1 : half;
+  for (std::int64_t i = 0; i < half; ++i) {
+    T &x = row[i * step], &y = row[i * step + distance];
+    const float cos = angle_at(cache.cos, position, i), sin = angle_at(cache.sin, position, i);
+    const float a = to_float(x), b = to_float(y);
+    x = from_float<T>(a * cos - b * sin);
+    y = from_float<T>(a * sin + b * cos);
+  }
+}
+
+// The new keys and values of one key head.
+HWY_NOINLINE void append_task(const Problem& problem, std::int64_t b, std::int64_t h) {
+  const Sequence sequence = problem.sequence(b);
+  const Cache& cache = problem.cache;
+  with_type(problem.dtype, [&](auto* type) HWY_ATTR {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const auto row_of = [](const View& view, std::int64_t i, std::int64_t s, std::int64_t head) {
+      return static_cast<T*>(view.data) + view.offset(i, s, head);
+    };
+    for (std::int64_t j = 0; j < sequence.seqlen_new; ++j) {
+      const std::int64_t position = cache.seqlens[b] + j, from = sequence.new_begin + j;
+      const Problem::Slot slot = problem.slot(b, position);
+      T* k = row_of(problem.k, slot.b, slot.s, h);
+      std::memcpy(k, row_of(cache.k_new, b, from, h), static_cast<std::size_t>(problem.head_dim) * sizeof(T));
+      if (cache.rotates()) rotate_row(cache, position, k);
+      std::memcpy(row_of(problem.v, slot.b, slot.s, h), row_of(cache.v_new, b, from, h),
+                  static_cast<std::size_t>(problem.head_dim_v) * sizeof(T));
+    }
+  });
+}
+
+// --- Keys and values where they lie ------------------------------------------------------------------------
+
+// How many of the `keys` from slot s on lie one after another.
+HWY_INLINE std::int64_t run_length(const Problem& problem, std::int64_t s, std::int64_t keys) {
+  if (problem.cache.page_table == nullptr) return keys;
+  return std::min(keys, problem.cache.page_size - s % problem.cache.page_size);
+}
+
+// run(slot, index, count) for each run of the `keys` from slot s on.
+template <class Run>
+HWY_INLINE void over_runs(const Problem& problem, std::int64_t b, std::int64_t s, std::int64_t keys,
+                          const Run& run) {
+  for (std::int64_t done = 0; done < keys;) {
+    const std::int64_t count = run_length(problem, s + done, keys - done);
+    run(problem.slot(b, s + done), done, count);
+    done += count;
+  }
+}
+
+// --- Few rows ----------------------------------------------------------------------------------------------
+
+constexpr int stream_rows = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;  // at once: accumulators fit the registers
+constexpr int stream_keys = 4, stream_vectors = 4;
+
+// A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
+template <class T>
+HWY_INLINE Vec load_up_to(const T* p, std::int64_t n) {
+  if (n >= lanes) return load_as_float(p);
+  T copy[lanes] = {};
+  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(T));
+  return load_as_float(copy);
+}
+
+// The sums of four vectors, side by side.
+HWY_INLINE void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const FloatTag f;
+  const hn::RepartitionToWide<FloatTag> wide;
+  const auto fold = [&](Vec x, Vec y) HWY_ATTR {
+    return hn::BitCast(wide, hn::Add(hn::InterleaveLower(f, x, y), hn::InterleaveUpper(f, x, y)));
+  };
+  const auto ab = fold(a, b), cd = fold(c, d);
+  // In each block of four lanes: a, b, c, d.
+  const Vec blocks = hn::Add(hn::BitCast(f, hn::InterleaveLower(wide, ab, cd)),
+                             hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
+  alignas(64) float parts[lanes];
+  if constexpr (lanes == 4) {
+    store(blocks, to);
+  } else {
+    const hn::CappedTag<float, 4> four;
+    store(blocks, parts);
+    auto sum = hn::Load(four, parts);
+    for (std::int64_t i = 4; i < lanes; i += 4) sum = hn::Add(sum, hn::Load(four, parts + i));
+    hn::StoreU(sum, four, to);
+  }
+}
+
+// Rows that will be wanted next, called for line by line between the products: all at once they would hold up
+// everything else.
+struct Next {
+  const void* const* rows = nullptr;
+  std::int64_t count = 0, bytes = 0;
+  const char* line = nullptr;
+  const char* end = nullptr;
+
+  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes)
+      : rows(list), count(row_count), bytes(row_bytes) {}
+
+  HWY_INLINE void fetch(int lines) {
+    for (int i = 0; i < lines; ++i) {
+      if (line >= end) {
+        if (count == 0) return;
+        line = static_cast<const char*>(*rows++);
+        end = line + bytes;
+        --count;
+      }
+      __builtin_prefetch(line, 0, 2);
+      line += 64;
+    }
+  }
+  void fetch_all() {
+    while (count > 0 || line < end) fetch(1);
+  }
+};
+
+// Lines of four vectors: what a step of the loops below works through.
+template <class T>
+constexpr int lines_of_step =
+    std::max<int>(1, 4 * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) / 64);
+
+// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups of stream_keys. The head's
+// elements lie `offset` behind the row's pointer.
+template <int rows, class T>
+HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
+                                std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
+                                float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
+  const std::int64_t whole = dim / lanes * lanes;
+  for (std::int64_t j = begin; j < end; j += stream_keys) {
+    const T* k[stream_keys];
+    for (int n = 0; n < stream_keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
+    Vec acc[rows][stream_keys];
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      HWY_UNROLL(4)
+      for (int n = 0; n < stream_keys; ++n) acc[r][n] = set(0.0f);
+    }
+    const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
+      next.fetch(lines_of_step<T>);
+      Vec kc[stream_keys];
+      HWY_UNROLL(4)
+      for (int n = 0; n < stream_keys; ++n) kc[n] = load_k(k[n] + c);
+      HWY_UNROLL(4)
+      for (int r = 0; r < rows; ++r) {
+        const Vec qc = load(q + r * q_ld + c);
+        HWY_UNROLL(4)
+        for (int n = 0; n < stream_keys; ++n) acc[r][n] = hn::MulAdd(qc, kc[n], acc[r][n]);
+      }
+    };
+    for (std::int64_t c = 0; c < whole; c += lanes)
+      step(c, [](const T* p) HWY_ATTR { return load_as_float(p); });
+    if (whole < dim) step(whole, [&](const T* p) HWY_ATTR { return load_up_to(p, dim - whole); });
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) store_sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3], s + r * s_ld + j);
+  }
+}
+
+// acc_o[r] = alpha[r] acc_o[r] + sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is
+// what of a row's elements is there.
+template <int rows, int vectors, bool whole, class T>
+HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
+                                 std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t c,
+                                 std::int64_t left, const float* HWY_RESTRICT alpha,
+                                 float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
+  Vec acc[rows][vectors];
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < vectors; ++n)
+      acc[r][n] = hn::Mul(set(alpha[r]), load(acc_o + r * o_ld + c + n * lanes));
+  }
+  for (std::int64_t j = begin; j < end; ++j) {
+    next.fetch(lines_of_step<T>);
+    const T* row = static_cast<const T*>(v_rows[j]) + offset + c;
+    Vec v[vectors];
+    HWY_UNROLL(4)
+    for (int n = 0; n < vectors; ++n)
+      v[n] = whole ? load_as_float(row + n * lanes) : load_up_to(row + n * lanes, left - n * lanes);
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      const Vec pj = set(p[r * p_ld + j]);
+      HWY_UNROLL(4)
+      for (int n = 0; n < vectors; ++n) acc[r][n] = hn::MulAdd(pj, v[n], acc[r][n]);
+    }
+  }
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < vectors; ++n) store(acc[r][n], acc_o + r * o_ld + c + n * lanes);
+  }
+}
+
+template <int rows, class T>
+HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows,
+                              std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
+                              const float* alpha, float* acc_o, std::int64_t o_ld, Next& next) {
+  std::int64_t c = 0;
+  for (; c + stream_vectors * lanes <= dim; c += stream_vectors * lanes) {
+    stream_columns<rows, stream_vectors, true, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha,
+                                                  acc_o, o_ld, next);
+  }
+  for (; c < dim; c += lanes) {
+    stream_columns<rows, 1, false, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o, o_ld,
+                                      next);
+  }
+}
+
+// Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.
+template <int count = stream_rows, class Body>
+HWY_INLINE void over_few_rows(std::int64_t rows, const Body& body, std::int64_t r = 0) {
+  for (; r + count <= rows; r += count) body(r, std::integral_constant<int, count>());
+  if constexpr (count > 1) over_few_rows<count - 1>(rows, body, r);
+}
+
+// Where the keys and values of a block lie. Behind them stand three pointers more, of the last key: scores
+// are made in groups, and what is made of those is hidden.
+HWY_INLINE void find_rows(const Problem& problem, std::int64_t b, std::int64_t s, std::int64_t keys,
+                          std::int64_t h, const void** k_rows, const void** v_rows) {
+  over_runs(problem, b, s, keys, [&](Problem::Slot slot, std::int64_t at, std::int64_t count) {
+    const std::int64_t size = size_of(problem.dtype);
+    const auto* k =
+        static_cast<const std::byte*>(problem.k.data) + problem.k.offset(slot.b, slot.s, h) * size;
+    const auto* v =
+        static_cast<const std::byte*>(problem.v.data) + problem.v.offset(slot.b, slot.s, h) * size;
+    for (std::int64_t i = 0; i < count; ++i) {
+      k_rows[at + i] = k + i * problem.k.seq * size;
+      v_rows[at + i] = v + i * problem.v.seq * size;
+    }
+  });
+  for (std::int64_t i = keys; keys > 0 && i < keys + stream_keys - 1; ++i) k_rows[i] = k_rows[keys - 1];
+}
+
+// --- One task ----------------------------------------------------------------------------------------------
+
+HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {
+  const Problem& problem = task.problem;
+  with_type(problem.q.dtype, [&](auto* type) HWY_ATTR {
+    const auto* from = static_cast<decltype(type)>(problem.q.data) +
+                       problem.q.offset(task.b, task.sequence.q_begin + task.query(row), task.head(row));
+    row_to_float(from, problem.head_dim, to, ld);
+  });
+  if (problem.cache.rotates()) rotate_row(problem.cache, problem.query_position(task.b, task.query(row)), to);
+}
+
+// What a task does, for each of its key heads.
+struct DecodeWork {
+  const Problem& problem;
+  const DecodeLayout& layout;
+  Sequence sequence;
+  DecodeCut cut;
+  std::int64_t b, split;
+  BasicRange<std::int64_t> kv_heads;
+  Range rows, keys;  // rows of each key head
+
+  [[nodiscard]] TaskRows task(std::int64_t kv_head) const {
+    return {problem, sequence, b, kv_head * problem.group_size, problem.group_size};
+  }
+};
+
+// Key heads that lie side by side: block by block, first the scores of all of them, then the values.
+// Meanwhile the block's values and then the next block's keys are called for.
+HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
+  const Problem& problem = work.problem;
+  const std::int64_t size = size_of(problem.dtype), rows = work.rows.size(), heads = work.kv_heads.size();
+  const auto block_at = [&](std::int64_t key) {
+    return Range{key, std::min<long long>(key + stream_block, work.keys.end)};
+  };
+  const auto find = [&](Range block, int side) {
+    find_rows(problem, work.b, work.sequence.k_begin + block.begin, block.size(), work.kv_heads.begin,
+              scratch.k_rows[side], scratch.v_rows[side]);
+  };
+  const auto next_keys = [&](Range block, int side) {
+    return Next(scratch.k_rows[side], block.size(), heads * problem.head_dim * size);
+  };
+  int side = 0;
+  Range block = block_at(work.keys.begin / stream_block * stream_block);
+  find(block, side);
+  next_keys(block, side).fetch_all();
+  for (std::int64_t h = 0; h < heads; ++h) {
+    const TaskRows task = work.task(work.kv_heads.begin + h);
+    for (std::int64_t r = 0; r < rows; ++r)
+      load_query(task, r, scratch.few_q + (h * rows + r) * scratch.depth_ld, scratch.depth_ld);
+  }
+  const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
+  for (; !block.empty(); side = 1 - side) {
+    const Range next = block_at(block.begin + stream_block);
+    find(next, 1 - side);
+    const Range cols = columns_of(seen, block);
+    const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
+    with_type(problem.dtype, [&](auto* type) HWY_ATTR {
+      using T = std::remove_pointer_t<decltype(type)>;
+      Next values(scratch.v_rows[side], block.size(), heads * problem.head_dim_v * size);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const DecodeScratch part = scratch.from(h * rows);
+        over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
+          stream_scores<count, T>(part.few_q + r * part.depth_ld, part.depth_ld, part.k_rows[side],
+                                  h * problem.k.head, cols.begin, end, problem.head_dim,
+                                  part.few_s + r * part.tile_ld, part.tile_ld, values);
+        });
+        softmax_tile(work.task(work.kv_heads.begin + h), part, part.few_s, part.few_s, part.tile_ld,
+                     work.rows, 0, block.begin, cols, [](std::int64_t) {});
+      }
+      Next keys = next_keys(next, 1 - side);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const DecodeScratch part = scratch.from(h * rows);
+        over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
+          stream_values<count, T>(part.few_s + r * part.tile_ld, part.tile_ld, part.v_rows[side],
+                                  h * problem.v.head, cols.begin, end, problem.head_dim_v, part.alpha + r,
+                                  part.acc_o + r * part.value_cols, part.value_cols, keys);
+        });
+      }
+    });
+    block = next;
+  }
+}
+
+// Rows of the cache in the matmul's form, as rows_to_transpose and rows_for_b make them (`direct`) where they
+// lie one after another.
+template <class Direct>
+HWY_INLINE Rows cache_rows(const Problem& problem, const View& view, std::int64_t b, std::int64_t s,
+                           std::int64_t h, std::int64_t rows, std::int64_t cols, Element* to, std::int64_t ld,
+                           std::int64_t padded, const Direct& direct) {
+  if (run_length(problem, s, rows) == rows) {
+    const Problem::Slot slot = problem.slot(b, s);
+    return direct(view, slot.b, slot.s, h, rows, cols, to, ld, padded);
+  }
+  over_runs(problem, b, s, rows, [&](Problem::Slot slot, std::int64_t at, std::int64_t count) HWY_ATTR {
+    load_rows(view, slot.b, slot.s, h, count, cols, to + at * ld, ld,
+              at + count == rows ? padded - at : count);
+  });
+  return {to, ld};
+}
+
+HWY_NOINLINE void multiply_task(const TaskRows& task, const DecodeScratch& scratch, Range rows, Range keys,
+                                std::int64_t kv_head) {
+  const Problem& problem = task.problem;
+  const Sequence& sequence = task.sequence;
+  for (std::int64_t i = rows.begin; i < rows.end; ++i) {
+    Element* q = scratch.q + (i - rows.begin) * scratch.depth_ld;
+    load_rows(problem.q, task.b, sequence.q_begin + task.query(i), task.head(i), 1, problem.head_dim, q,
+              scratch.depth_ld, 1);
+    if (problem.cache.rotates()) rotate_row(problem.cache, problem.query_position(task.b, task.query(i)), q);
+  }
+  const std::int64_t spare = round_up(rows.size(), row_unit) - rows.size();
+  if (spare > 0) zero_row(scratch.q + rows.size() * scratch.depth_ld, spare * scratch.depth_ld);
+
+  const std::int64_t block_n = forward_tiles.block_n;
+  for (std::int64_t key = keys.begin / block_n * block_n; key < keys.end; key += block_n) {
+    const Range block{key, std::min<long long>(key + block_n, sequence.seqlen_k)};
+    const std::int64_t padded = round_up(block.size(), col_unit), slot = sequence.k_begin + key;
+    const Rows k_rows = cache_rows(problem, problem.k, task.b, slot, kv_head, block.size(), problem.head_dim,
+                                   scratch.k, scratch.depth_ld, padded,
+                                   [](const auto&... x) HWY_ATTR { return rows_to_transpose(x...); });
+    const Rows v_rows =
+        cache_rows(problem, problem.v, task.b, slot, kv_head, block.size(), problem.head_dim_v, scratch.v,
+                   scratch.value_ld, padded, [](const auto&... x) HWY_ATTR { return rows_for_b(x...); });
+    const OperandB k = b_transposed(k_rows.data, k_rows.ld, scratch.depth, padded, scratch.k_operand);
+    const OperandB v = b_rows(v_rows.data, v_rows.ld, padded, scratch.value_cols, scratch.v_operand);
+    attend(task, scratch, rows, block, k, v, Ahead());
+  }
+}
+
+// The results of one key head: o and lse, or its part of them.
+HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t kv_head) {
+  if (work.cut.splits.count == 1) return finish_rows(work.task(kv_head), scratch, work.rows);
+  const DecodeLayout& layout = work.layout;
+  const std::int64_t dim = work.problem.head_dim_v;
+  const std::int64_t to = layout.first_partial[work.b] +
+                          (work.split * work.problem.num_heads_k + kv_head) * work.cut.rows + work.rows.begin;
+  for (std::int64_t r = 0; r < work.rows.size(); ++r) {
+    std::memcpy(layout.o_partial + (to + r) * dim, scratch.acc_o + r * scratch.value_cols,
+                static_cast<std::size_t>(dim) * sizeof(float));
+    layout.max_partial[to + r] = scratch.row_max[r];
+    layout.sum_partial[to + r] = sum_of(load(scratch.row_sum + r * lanes));
+  }
+}
+
+HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout,
+                              const DecodeScratch& scratch, const BlockTasks::Task& index,
+                              std::int64_t task_heads) {
+  const std::int64_t b = index.b, group = problem.group_size;
+  const BasicRange<std::int64_t> kv_heads{index.h * task_heads,
+                                          std::min((index.h + 1) * task_heads, problem.num_heads_k)};
+  const Sequence sequence = sequence_or_rest(problem, b);
+  if (b == problem.batch) {  // rows that belong to no sequence
+    for (std::int64_t h = kv_heads.begin * group; h < kv_heads.end * group; ++h)
+      clear_rows(problem, sequence, b, h, {0, sequence.allocated_q});
+    return;
+  }
+  const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
+  const std::int64_t split = index.block / cut.row_blocks;
+  const std::int64_t first = index.block % cut.row_blocks * layout.task_rows;
+  DecodeWork work{problem, layout, sequence, cut, b, split, kv_heads, {}, {}};
+  work.rows = {first, std::min(first + layout.task_rows, cut.rows)};
+  const Range seen = work.task(kv_heads.begin).keys_of_any(work.rows);
+  work.keys = {std::max<long long>(seen.begin, split * cut.splits.keys),
+               std::min<long long>(seen.end, (split + 1) * cut.splits.keys)};
+  if (cut.rows > few_rows) {
+    for (std::int64_t h = kv_heads.begin; h < kv_heads.end; ++h) {
+      const TaskRows task = work.task(h);
+      start_rows(task, scratch, work.rows, split == 0);
+      if (!work.keys.empty()) multiply_task(task, scratch, work.rows, work.keys, h);
+      finish_head(work, scratch, h);
+    }
+    return;
+  }
+  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
+    start_rows(work.task(kv_heads.begin + h), scratch.from(h * cut.rows), work.rows, split == 0);
+  if (!work.keys.empty()) stream_task(work, scratch);
+  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
+    finish_head(work, scratch.from(h * cut.rows), kv_heads.begin + h);
+}
+
+// The splits of one sequence and key head, merged in their order.
+HWY_NOINLINE void combine_task(const Problem& problem, const DecodeLayout& layout,
+                               const DecodeScratch& scratch, std::int64_t b, std::int64_t kv_head) {
+  const Sequence sequence = problem.sequence(b);
+  const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
+  if (cut.splits.count == 1) return;
+  const TaskRows task(problem, sequence, b, kv_head * problem.group_size, problem.group_size);
+  const std::int64_t dim = problem.head_dim_v;
+  with_type(problem.o.dtype, [&](auto* type) HWY_ATTR {
+    auto* o = static_cast<decltype(type)>(problem.o.data);
+    for (std::int64_t r = 0; r < cut.rows; ++r) {
+      const auto at = [&](std::int64_t split) {
+        return layout.first_partial[b] + (split * problem.num_heads_k + kv_head) * cut.rows + r;
+      };
+      const float scale = task.exponent_scale(r);
+      float max = -infinity, sum = 0.0f;
+      for (std::int64_t i = 0; i < cut.splits.count; ++i) max = std::max(max, layout.max_partial[at(i)]);
+      const float most = max == -infinity ? 0.0f : max;  // -inf - -inf would be NaN
+      float* acc = scratch.acc_o;
+      zero_row(acc, scratch.value_cols);
+      for (std::int64_t i = 0; i < cut.splits.count; ++i) {
+        const float weight = hn::GetLane(exp2(set((layout.max_partial[at(i)] - most) * scale)));
+        sum += weight * layout.sum_partial[at(i)];
+        const float* from = layout.o_partial + at(i) * dim;
+        std::int64_t c = 0;
+        for (; c + lanes <= dim; c += lanes)
+          store(hn::MulAdd(set(weight), load(from + c), load(acc + c)), acc + c);
+        for (; c < dim; ++c) acc[c] += weight * from[c];
+      }
+      finish_row(task, r, acc, max, sum, o);
+    }
+  });
+}
+
+HWY_NOINLINE void decode(const Problem& problem, int threads, void* workspace) {
+  const DecodeLayout layout(problem, threads, workspace);
+  const auto scratch_of = [&](int slot) {
+    Carver carve(layout.scratch + static_cast<std::size_t>(slot) * layout.scratch_bytes);
+    return DecodeScratch(carve, problem, layout.task_rows);
+  };
+  const std::int64_t pairs = problem.batch * problem.num_heads_k;
+  if (problem.cache.k_new.given()) {
+    parallel_for(pairs, threads, [&](std::int64_t index, int) {
+      append_task(problem, index / problem.num_heads_k, index % problem.num_heads_k);
+    });
+  }
+  // Splits times row blocks; the rows that belong to no sequence are one block.
+  bool merge = false;
+  std::int64_t tasks_of_head = 0;
+  const auto blocks_of = [&](const Sequence& sequence) {
+    const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
+    merge = merge || cut.splits.count > 1;
+    tasks_of_head += cut.splits.count * cut.row_blocks;
+    return cut.splits.count * cut.row_blocks;
+  };
+  BlockTasks tasks(problem, 1, 1, layout.first_task, blocks_of);
+  const std::int64_t heads = decode_task_heads(problem, tasks_of_head, threads);
+  tasks.heads = round_up(problem.num_heads_k, heads) / heads;
+  parallel_for(tasks.count(), threads, [&](std::int64_t index, int slot) {
+    [[maybe_unused]] const Session session;
+    decode_task(problem, layout, scratch_of(slot), tasks.task(index), heads);
+  });
+  if (!merge) return;
+  parallel_for(pairs, threads, [&](std::int64_t index, int slot) {
+    [[maybe_unused]] const Session session;
+    combine_task(problem, layout, scratch_of(slot), index / problem.num_heads_k, index % problem.num_heads_k);
+  });
+}
+
+}  // namespace tessera::cpu::TESSERA_CPU_KERNEL
+HWY_AFTER_NAMESPACE();

@@ -1,0 +1,300 @@
+#include "verify/decode.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <numeric>
+#include <random>
+
+#include "reference/decode.h"
+
+namespace tessera::verify {
+namespace {
+
+using Index = std::int64_t;
+
+Tensor shape_of(std::initializer_list<Index> sizes) { return {nullptr, DType::float32, sizes}; }
+
+Buffer floats(DType dtype, std::initializer_list<Index> sizes, std::mt19937_64& random, double magnitude) {
+  Buffer buffer(Buffer::Role::input, dtype, shape_of(sizes), 0);
+  std::normal_distribution<double> normal(0.0, magnitude);
+  for (Index i = 0; i < buffer.size(); ++i) buffer.set(i, normal(random));
+  buffer.freeze();
+  return buffer;
+}
+
+Buffer ints(const std::vector<std::int32_t>& values) {
+  if (values.empty()) return {};
+  Buffer buffer(Buffer::Role::input, DType::int32, shape_of({static_cast<Index>(values.size())}), 0);
+  for (Index i = 0; i < buffer.size(); ++i) buffer.set(i, values[i]);
+  buffer.freeze();
+  return buffer;
+}
+
+std::vector<std::int32_t> sums_of(const std::vector<std::int32_t>& lengths) {
+  std::vector<std::int32_t> sums = {0};
+  for (const std::int32_t length : lengths) sums.push_back(sums.back() + length);
+  return sums;
+}
+
+Index total(const std::vector<std::int32_t>& lengths) {
+  return std::accumulate(lengths.begin(), lengths.end(), Index{0});
+}
+
+Index new_keys(const DecodeCase& c, Index b) {
+  return c.lengths_q.empty() ? c.seqlen_new : c.lengths_new.empty() ? 0 : c.lengths_new[b];
+}
+
+// (blocks, slots, heads, width).
+Buffer place_cache(const DecodeCase& c, Index blocks, Index slots, Index width) {
+  Tensor view = shape_of({blocks, slots, c.num_heads_k, width});
+  if (c.head_major) {
+    view.stride[1] = width;
+    view.stride[2] = slots * width;
+  }
+  return {Buffer::Role::output, c.dtype, view, 0};
+}
+
+// Everything that decode() must leave alone.
+struct Inputs {
+  explicit Inputs(DecodeTensors& t)
+      : list{{"q", &t.q},
+             {"cache_seqlens", &t.cache_seqlens},
+             {"page_table", &t.page_table},
+             {"cache_batch_idx", &t.cache_batch_idx},
+             {"leftpad_k", &t.leftpad_k},
+             {"k_new", &t.k_new},
+             {"v_new", &t.v_new},
+             {"rotary_cos", &t.rotary_cos},
+             {"rotary_sin", &t.rotary_sin},
+             {"alibi_slopes", &t.alibi_slopes},
+             {"sinks", &t.sinks}} {}
+  std::vector<Tensors::Named> list;
+};
+
+// The cache must be as it was but for the rows that were appended; those may be rounded another way if they
+// were rotated.
+void compare_cache(const char* name, const DecodeTensors& tensors, const Buffer& cache,
+                   const AlignedBytes& before, const std::vector<double>& appended, Index width, double unit,
+                   Comparison& comparison) {
+  const DecodeCase& c = tensors.settings;
+  const Index heads = c.num_heads_k, size = size_of(c.dtype);
+  const Index first = static_cast<const std::byte*>(cache.tensor().data) - cache.bytes().data();
+  AlignedBytes expected = before;  // and of the appended rows what is there
+  Index row = 0;
+  for (Index b = 0; b < tensors.batch(); ++b) {
+    for (Index j = 0; j < new_keys(c, b); ++j, ++row) {
+      for (Index i = 0; i < heads * width; ++i) {
+        const Index at = tensors.row_of(b, c.cache_seqlens[b] + j) * heads * width + i;
+        const double actual = cache.get(at), exact = appended[row * heads * width + i];
+        if (!(std::abs(actual - exact) <= unit * std::max(1.0, std::abs(exact)))) {
+          return comparison.fail(std::string(name) + " of sequence " + std::to_string(b) + ", new key " +
+                                 std::to_string(j) + " is " + std::to_string(actual) + ", expected " +
+                                 std::to_string(exact));
+        }
+        const Index byte = first + cache.position(at) * size;
+        std::copy_n(cache.bytes().begin() + byte, size, expected.begin() + byte);
+      }
+    }
+  }
+  if (cache.bytes() != expected)
+    comparison.fail(std::string(name) + ": memory beside the appended rows was changed");
+}
+
+}  // namespace
+
+DecodeTensors::DecodeTensors(const DecodeCase& c) : settings(c) {
+  std::mt19937_64 random(c.seed);
+  const bool packed = !c.lengths_q.empty();
+  Index longest = 0, last_position = 1;
+  for (Index b = 0; b < batch(); ++b) {
+    longest = std::max(longest, c.cache_seqlens[b] + new_keys(c, b));
+    last_position = std::max<Index>(
+        last_position,
+        c.cache_seqlens[b] + std::max<Index>(new_keys(c, b), packed ? c.lengths_q[b] : c.seqlen_q));
+  }
+  Index blocks = 0, slots = longest + c.room;
+  if (c.page_size > 0) {
+    slots = c.page_size;
+    const Index columns = (longest + c.page_size - 1) / c.page_size + c.room;
+    std::vector<Index> used;
+    for (Index b = 0; b < batch(); ++b)
+      used.push_back((c.cache_seqlens[b] + new_keys(c, b) + c.room + c.page_size - 1) / c.page_size);
+    blocks = std::accumulate(used.begin(), used.end(), Index{0}) + 3;
+    std::vector<Index> pages(blocks);
+    std::iota(pages.begin(), pages.end(), 0);
+    std::shuffle(pages.begin(), pages.end(), random);
+    page_table = Buffer(Buffer::Role::input, DType::int32, shape_of({batch(), columns}), 0);
+    Index next = 0;
+    for (Index b = 0; b < batch(); ++b) {
+      for (Index i = 0; i < columns; ++i)
+        page_table.set(b * columns + i, i < used[b] ? static_cast<double>(pages[next++]) : -7.0);
+    }
+    page_table.freeze();
+  } else {
+    blocks = batch();
+    for (const std::int32_t i : c.batch_idx) blocks = std::max<Index>(blocks, i + 1);
+    blocks += 1;
+  }
+  cache_batch_idx = ints(c.batch_idx);
+  leftpad_k = ints(c.leftpad);
+  cache_seqlens = ints(c.cache_seqlens);
+
+  k_cache = place_cache(c, blocks, slots, c.head_dim);
+  v_cache = place_cache(c, blocks, slots, c.head_dim_v);
+  std::normal_distribution<double> normal(0.0, 1.0);
+  for (Index b = 0; b < batch(); ++b) {
+    for (Index s = c.leftpad.empty() ? 0 : c.leftpad[b]; s < c.cache_seqlens[b]; ++s) {
+      const Index row = row_of(b, s) * c.num_heads_k;
+      for (Index i = 0; i < c.num_heads_k * c.head_dim; ++i)
+        k_cache.set(row * c.head_dim + i, normal(random) * c.magnitude);
+      for (Index i = 0; i < c.num_heads_k * c.head_dim_v; ++i)
+        v_cache.set(row * c.head_dim_v + i, normal(random));
+    }
+  }
+
+  const auto tokens = [&](const std::vector<std::int32_t>& lengths, Index rows, Index heads, Index width,
+                          double magnitude) {
+    return packed ? floats(c.dtype, {total(lengths), heads, width}, random, magnitude)
+                  : floats(c.dtype, {batch(), rows, heads, width}, random, magnitude);
+  };
+  q = tokens(c.lengths_q, c.seqlen_q, c.num_heads_q, c.head_dim, c.magnitude);
+  if (c.seqlen_new > 0 || !c.lengths_new.empty()) {
+    k_new = tokens(c.lengths_new, c.seqlen_new, c.num_heads_k, c.head_dim, c.magnitude);
+    v_new = tokens(c.lengths_new, c.seqlen_new, c.num_heads_k, c.head_dim_v, 1.0);
+  }
+  if (c.rotary_dim > 0) {
+    const Index half = c.rotary_dim / 2;
+    // The last position in use ends the table, so that AddressSanitizer sees every read past it.
+    for (Buffer* table : {&rotary_cos, &rotary_sin}) {
+      *table = Buffer(Buffer::Role::input, c.seed % 2 == 0 ? c.dtype : DType::float32,
+                      shape_of({last_position, half}), 0);
+      for (Index i = 0; i < table->size(); ++i) {
+        const Index position = i / half;
+        const double angle = static_cast<double>(position) *
+                             std::pow(10000.0, -static_cast<double>(i % half) / static_cast<double>(half));
+        table->set(i, table == &rotary_cos ? std::cos(angle) : std::sin(angle));
+      }
+      table->freeze();
+    }
+  }
+  if (packed) {
+    cu_seqlens_q = ints(sums_of(c.lengths_q));
+    if (!c.lengths_new.empty()) cu_seqlens_k = ints(sums_of(c.lengths_new));
+  }
+  if (c.alibi) alibi_slopes = floats(DType::float32, {batch(), c.num_heads_q}, random, 0.1);
+  if (c.alibi) alibi_slopes.set(0, 0.0);  // a head without, among others with
+  if (c.alibi) alibi_slopes.freeze();
+  if (c.sinks) sinks = floats(DType::float32, {c.num_heads_q}, random, 1.0);
+
+  const Index rows = packed ? total(c.lengths_q) : c.seqlen_q;
+  o = Buffer(Buffer::Role::output, c.o_dtype,
+             packed ? shape_of({rows, c.num_heads_q, c.head_dim_v})
+                    : shape_of({batch(), rows, c.num_heads_q, c.head_dim_v}),
+             0);
+  if (c.lse) {
+    lse = Buffer(Buffer::Role::output, DType::float32,
+                 packed ? shape_of({c.num_heads_q, rows}) : shape_of({batch(), c.num_heads_q, rows}), 0);
+  }
+}
+
+void DecodeTensors::set_lengths() {
+  for (Index b = 0; b < batch(); ++b) cache_seqlens.set(b, settings.cache_seqlens[b]);
+  cache_seqlens.freeze();
+}
+
+Index DecodeTensors::row_of(Index b, Index s) const {
+  const Index slots = k_cache.tensor().shape[1];
+  if (settings.page_size > 0) {
+    const Index columns = page_table.tensor().shape[1];
+    return static_cast<Index>(page_table.get(b * columns + s / slots)) * slots + s % slots;
+  }
+  return (settings.batch_idx.empty() ? b : settings.batch_idx[b]) * slots + s;
+}
+
+Decode DecodeTensors::call() const {
+  const DecodeCase& c = settings;
+  Decode call;
+  call.q = q.tensor();
+  call.k_cache = k_cache.tensor();
+  call.v_cache = v_cache.tensor();
+  call.cache_seqlens = cache_seqlens.tensor();
+  call.page_table = page_table.tensor();
+  call.cache_batch_idx = cache_batch_idx.tensor();
+  call.leftpad_k = leftpad_k.tensor();
+  call.k_new = k_new.tensor();
+  call.v_new = v_new.tensor();
+  call.rotary_cos = rotary_cos.tensor();
+  call.rotary_sin = rotary_sin.tensor();
+  call.rotary_interleaved = c.interleaved;
+  call.o = o.tensor();
+  call.lse = lse.tensor();
+  call.num_splits = c.num_splits;
+  call.options.causal = c.causal;
+  call.options.window_left = c.window_left;
+  call.options.window_right = c.window_right;
+  call.options.softcap = c.softcap;
+  call.options.alibi_slopes = alibi_slopes.tensor();
+  call.options.sinks = sinks.tensor();
+  call.options.cu_seqlens_q = cu_seqlens_q.tensor();
+  call.options.cu_seqlens_k = cu_seqlens_k.tensor();
+  call.options.kernel = c.kernel;
+  call.options.num_threads = c.threads;
+  return call;
+}
+
+Status run(const DecodeTensors& tensors) {
+  Decode call = tensors.call();
+  const Result<std::size_t> bytes = workspace_size(call);
+  if (!bytes.ok()) return bytes.status();
+  Scratch scratch(bytes.value());
+  call.workspace = scratch.workspace();
+  Status status = decode(call);
+  if (status.ok() && !scratch.guards_intact())
+    return {Code::internal, "memory around the workspace was overwritten"};
+  return status;
+}
+
+std::string judge(DecodeTensors& tensors) {
+  const DecodeCase& c = tensors.settings;
+  const Result<Problem> problem = validate(tensors.call());
+  if (!problem.ok()) return "the call is not valid: " + problem.status().message();
+  const reference::Decoded expected = reference::decode(problem.value());
+  const AlignedBytes k_before = tensors.k_cache.bytes(), v_before = tensors.v_cache.bytes();
+  tensors.o.poison();
+  if (c.lse) tensors.lse.poison();
+  if (const Status status = run(tensors); !status.ok()) return "decode failed: " + status.message();
+  if (!c.kernel.empty() && last_kernel() != c.kernel) return "decode was run by " + last_kernel();
+
+  std::vector<Score> scores;
+  std::vector<std::string> failures;
+  Comparison comparison(scores, failures);
+  comparison.tensor("o", tensors.o, expected.outputs.o, expected.plain_outputs.o, expected.deviations.o);
+  // What is rotated is rounded once more: k_new for the cache, q for a kernel whose products are 16-bit ones.
+  double lse_deviation = expected.deviations.lse;
+  for (std::size_t i = 0; c.rotary_dim > 0 && i < expected.outputs.lse.size(); ++i) {
+    const double error = std::abs(expected.plain_outputs.lse[i] - expected.outputs.lse[i]);
+    if (std::isfinite(error)) lse_deviation = std::max(lse_deviation, error / 2);
+  }
+  if (c.lse) comparison.lse(tensors.lse, expected.outputs.lse, expected.plain_outputs.lse, lse_deviation);
+  const double unit = c.dtype == DType::bfloat16 ? 0x1p-7 : c.dtype == DType::float16 ? 0x1p-10 : 0x1p-21;
+  compare_cache("k_cache", tensors, tensors.k_cache, k_before, expected.k_new, c.head_dim,
+                c.rotary_dim > 0 ? unit * std::max(1.0, c.magnitude) : 0.0, comparison);
+  compare_cache("v_cache", tensors, tensors.v_cache, v_before, expected.v_new, c.head_dim_v, 0.0, comparison);
+  for (const auto& [name, buffer] : Inputs(tensors).list) {
+    if (buffer->given() && !buffer->unchanged())
+      comparison.fail(std::string(name) + ": an input was changed");
+  }
+  if (!tensors.o.guards_intact() || (c.lse && !tensors.lse.guards_intact()))
+    comparison.fail("memory around o or lse was overwritten");
+  std::string text;
+  for (const std::string& failure : failures) text += failure + "\n";
+  return text;
+}
+
+std::string judge(const DecodeCase& c) {
+  DecodeTensors tensors(c);
+  return judge(tensors);
+}
+
+}  // namespace tessera::verify

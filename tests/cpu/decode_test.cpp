@@ -1,0 +1,501 @@
+// Decode against the oracle: pages of every size, append at every boundary, all options, and the contract:
+// the same bits whatever the batch, the threads and the pages. And merge_states.
+#include "reference/decode.h"
+
+#include <cmath>
+#include <random>
+
+#include "cpu/kernel_test.h"
+#include "verify/decode.h"
+
+namespace tessera::verify {
+namespace {
+
+class DecodeTest : public KernelTest {
+ protected:
+  void SetUp() override {
+    KernelTest::SetUp();
+    if (!IsSkipped() && on_gpu()) GTEST_SKIP() << "decode has no GPU kernel yet";
+  }
+
+  // The case on this kernel, in a dtype that it takes.
+  static DecodeCase forced(DecodeCase c) {
+    c.kernel = GetParam().name;
+    if (!workspace_size(DecodeTensors(c).call()).ok()) c.dtype = c.o_dtype = DType::bfloat16;
+    return c;
+  }
+  static void expect_right(const DecodeCase& c, const std::string& what) {
+    EXPECT_EQ(judge(forced(c)), "") << what;
+  }
+  // o and lse, from poisoned outputs.
+  static Snapshot outputs(DecodeTensors& tensors) {
+    tensors.o.poison();
+    tensors.lse.poison();
+    const Status status = run(tensors);
+    EXPECT_TRUE(status.ok()) << status.message();
+    return {tensors.o.bytes(), tensors.lse.bytes()};
+  }
+};
+using Pages = DecodeTest;
+using DecodeOptions = DecodeTest;
+using DecodeContract = DecodeTest;
+TESSERA_FOR_EACH_KERNEL(Pages);
+TESSERA_FOR_EACH_KERNEL(DecodeOptions);
+TESSERA_FOR_EACH_KERNEL(DecodeContract);
+
+constexpr std::int64_t page_sizes[] = {0, 1, 2, 3, 16, 19, 64, 256};
+
+std::string text_of(const char* name, std::int64_t value) {
+  return std::string(name) + "=" + std::to_string(value) + " ";
+}
+
+// ---- Where the keys lie.
+
+TEST_P(Pages, EverySizeWithPartialAndUnusedPages) {
+  for (const std::int64_t page : page_sizes) {
+    for (const bool head_major : {false, true}) {
+      for (const std::int64_t seqlen_q : {1, 2, 16, 129}) {
+        if (seqlen_q == 129 && head_major == (page < 16)) continue;  // for the sake of time
+        DecodeCase c;
+        c.cache_seqlens = {300, 0, 1, 257, 64};
+        c.num_heads_q = 4;
+        c.num_heads_k = 2;
+        c.page_size = page;
+        c.head_major = head_major;
+        c.seqlen_q = seqlen_q;
+        c.causal = head_major;
+        c.dtype = c.o_dtype = page % 2 == 0 ? DType::bfloat16 : DType::float32;
+        expect_right(c, text_of("page", page) + text_of("seqlen_q", seqlen_q) + text_of("heads", head_major));
+      }
+    }
+  }
+}
+
+TEST_P(Pages, AppendAtEveryBoundary) {
+  for (const std::int64_t page : page_sizes) {
+    for (const std::int64_t count : {1, 5}) {
+      DecodeCase c;
+      c.cache_seqlens.clear();
+      const int around = page == 0 ? 16 : static_cast<int>(page);
+      for (int length = std::max(0, around - 4); length <= around + 2; ++length)
+        c.cache_seqlens.push_back(length);
+      c.cache_seqlens.push_back(2 * around - 1);
+      c.seqlen_new = count;
+      c.seqlen_q = count;
+      c.causal = true;
+      c.page_size = page;
+      c.num_heads_q = 4;
+      c.num_heads_k = 2;
+      c.head_dim = 40;
+      c.head_dim_v = 24;
+      c.dtype = c.o_dtype = DType::float16;
+      expect_right(c, text_of("page", page) + text_of("new", count));
+    }
+  }
+}
+
+TEST_P(Pages, EmptyCaches) {
+  for (const std::int64_t page : {0, 3}) {
+    for (const bool sinks : {false, true}) {
+      DecodeCase c;
+      c.cache_seqlens = {0, 0};
+      c.page_size = page;
+      c.sinks = sinks;
+      expect_right(c, "empty");
+      c.room = 0;
+      expect_right(c, "no room at all");
+      c.room = 5;
+      c.seqlen_new = 1;
+      expect_right(c, "the first key");
+      c.seqlen_q = 0;
+      expect_right(c, "no queries");
+    }
+  }
+  DecodeCase c;
+  c.cache_seqlens = {};
+  Buffer lengths(Buffer::Role::input, DType::int32, Tensor(nullptr, DType::int32, {0}), 0);
+  DecodeTensors tensors(forced(c));
+  tensors.cache_seqlens = std::move(lengths);
+  EXPECT_TRUE(run(tensors).ok()) << "a batch of 0";
+}
+
+TEST_P(Pages, BatchIndicesAndLeftPadding) {
+  DecodeCase c;
+  c.cache_seqlens = {90, 3, 140, 70};
+  c.batch_idx = {5, 1, 0, 3};
+  c.num_heads_q = 4;
+  expect_right(c, "indices");
+  c.leftpad = {10, 3, 129, 0};
+  expect_right(c, "indices and padding");
+  c.causal = true;
+  c.seqlen_q = c.seqlen_new = 3;
+  c.rotary_dim = 32;
+  expect_right(c, "and an append with rotary");
+  c.batch_idx.clear();
+  c.alibi = true;
+  expect_right(c, "padding");
+}
+
+TEST_P(Pages, DuplicateBatchIndicesRead) {
+  DecodeCase c;
+  c.cache_seqlens = {90, 90, 90, 50};
+  c.batch_idx = {1, 1, 0, 1};
+  expect_right(c, "the same row of the cache");
+}
+
+// ---- Options.
+
+TEST_P(DecodeOptions, Rotary) {
+  for (const bool interleaved : {false, true}) {
+    for (const std::int64_t rotary_dim : {2, 24, 64}) {
+      for (const int mask : {0, 1, 2}) {
+        for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+          for (const std::int64_t seqlen_q : {1, 3, 20}) {
+            DecodeCase c;
+            c.cache_seqlens = {37, 0, 130};
+            c.seqlen_q = seqlen_q;
+            c.seqlen_new = mask == 2 ? 2 : seqlen_q;
+            c.page_size = rotary_dim == 24 ? 16 : 0;
+            c.causal = mask == 1;
+            if (mask == 2) c.window_left = 30;
+            c.rotary_dim = rotary_dim;
+            c.interleaved = interleaved;
+            c.dtype = c.o_dtype = dtype;
+            c.seed = static_cast<std::uint64_t>(rotary_dim / 2 + mask);
+            expect_right(c, text_of("interleaved", interleaved) + text_of("rotary_dim", rotary_dim) +
+                                text_of("mask", mask) + text_of("seqlen_q", seqlen_q));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(DecodeOptions, RandomCases) {
+  for (std::uint64_t seed = 1; seed <= 120; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto pick = [&](std::initializer_list<std::int64_t> list) {
+      return list.begin()[random() % list.size()];
+    };
+    const auto often = [&](unsigned of_ten) { return random() % 10 < of_ten; };
+    DecodeCase c;
+    c.seed = seed;
+    c.num_heads_k = pick({1, 2, 3});
+    c.num_heads_q = c.num_heads_k * pick({1, 2, 4, 5, 8, 17});
+    c.head_dim = pick({1, 7, 40, 64, 80, 128, 192, 256});
+    c.head_dim_v = often(7) ? c.head_dim : pick({1, 5, 64, 128, 256});
+    c.dtype = static_cast<DType>(pick({0, 1, 2}));
+    c.o_dtype = often(7) ? c.dtype : DType::float32;
+    c.cache_seqlens.clear();
+    const std::int64_t batch = pick({1, 2, 5});
+    const std::int64_t most = pick({3, 70, 300, 1700});
+    for (std::int64_t b = 0; b < batch; ++b)
+      c.cache_seqlens.push_back(static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(most + 1)));
+    c.seqlen_q = pick({1, 1, 1, 2, 3, 16, 33});
+    c.seqlen_new = often(5) ? 0 : often(7) ? c.seqlen_q : pick({1, 2, 40});
+    if (often(2)) {
+      for (std::int64_t b = 0; b < batch; ++b) {
+        c.lengths_q.push_back(static_cast<std::int32_t>(pick({0, 1, 1, 7, 30})));
+        if (c.seqlen_new > 0) c.lengths_new.push_back(often(8) ? c.lengths_q.back() : 1);
+      }
+    }
+    c.page_size = pick({0, 0, 1, 2, 3, 16, 19, 64, 256});
+    c.head_major = often(3);
+    if (c.page_size == 0 && often(3)) {
+      for (const std::int32_t length : c.cache_seqlens)
+        c.leftpad.push_back(static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(length + 1)));
+    }
+    if (c.page_size == 0 && often(3)) {
+      for (std::int64_t b = 0; b < batch; ++b)
+        c.batch_idx.push_back(static_cast<std::int32_t>(2 * (batch - 1 - b)));
+    }
+    const bool appends = c.lengths_q.empty() ? c.seqlen_new > 0 : !c.lengths_new.empty();
+    if (appends && c.head_dim > 1 && often(5)) {
+      c.rotary_dim = often(5) ? c.head_dim / 2 * 2 : 2 + static_cast<std::int64_t>(random() % 3) * 2;
+      if (c.rotary_dim > c.head_dim) c.rotary_dim = 2;
+      c.interleaved = often(5);
+    }
+    c.causal = often(5);
+    if (often(3)) c.window_left = pick({0, 1, 63, 200});
+    if (often(2)) c.window_right = pick({0, 5, 100});
+    if (often(2)) c.softcap = 20;
+    c.alibi = often(2);
+    c.sinks = often(3);
+    c.lse = !often(2);
+    if (often(2)) c.magnitude = 3;
+    c.num_splits = pick({0, 0, 0, 1, 2, 5, 100});
+    c.threads = static_cast<int>(pick({1, 2, 3}));
+    expect_right(c, text_of("seed", static_cast<std::int64_t>(seed)));
+  }
+}
+
+TEST_P(DecodeOptions, AnyNumberOfSplits) {
+  for (const std::int64_t splits : {0, 1, 2, 3, 7, 128, 65536}) {
+    for (const std::int64_t seqlen_q : {1, 10}) {
+      DecodeCase c;
+      c.cache_seqlens = {2000, 0, 129, 1};
+      c.num_heads_q = 4;
+      c.num_heads_k = 2;
+      c.head_dim = c.head_dim_v = 32;
+      c.seqlen_q = seqlen_q;
+      c.causal = true;
+      c.sinks = true;
+      c.num_splits = splits;
+      expect_right(c, text_of("splits", splits) + text_of("seqlen_q", seqlen_q));
+      c.window_left = 100;  // most splits see nothing
+      expect_right(c, text_of("window, splits", splits) + text_of("seqlen_q", seqlen_q));
+    }
+  }
+}
+
+// Token by token and in larger steps, sequences that come and go, on one cache: each step is judged against
+// the oracle on all that was appended until then.
+TEST_P(DecodeOptions, SequencesOfSteps) {
+  for (const std::int64_t page : {0, 3, 16}) {
+    DecodeCase c;
+    c.cache_seqlens = {0, 17, 5};
+    c.num_heads_q = 4;
+    c.num_heads_k = 2;
+    c.page_size = page;
+    c.room = 90;
+    c.rotary_dim = 16;
+    c.causal = true;
+    c.seqlen_new = 1;
+    c = forced(c);
+    std::mt19937_64 random(7);
+    std::normal_distribution<double> normal;
+    DecodeTensors tensors(c);
+    for (int step = 0; step < 12; ++step) {
+      // A step's tensors, over the cache of all steps.
+      DecodeCase now = tensors.settings;
+      now.seqlen_q = now.seqlen_new = static_cast<std::int64_t>(random() % 7) + 1;
+      now.seed = static_cast<std::uint64_t>(step) + 2;
+      DecodeTensors next(now);
+      next.k_cache = std::move(tensors.k_cache);
+      next.v_cache = std::move(tensors.v_cache);
+      if (page > 0) next.page_table = std::move(tensors.page_table);
+      ASSERT_EQ(judge(next), "") << text_of("page", page) << text_of("step", step);
+      for (std::int32_t& length : next.settings.cache_seqlens)
+        length += static_cast<std::int32_t>(now.seqlen_new);
+      if (step == 6) next.settings.cache_seqlens[1] = 0;  // a new request in its place
+      tensors = std::move(next);
+      tensors.set_lengths();
+    }
+  }
+}
+
+// ---- The contract.
+
+DecodeCase typical() {
+  DecodeCase c;
+  c.cache_seqlens = {700, 1300, 64, 0, 513};
+  c.num_heads_q = 8;
+  c.num_heads_k = 2;
+  c.causal = true;
+  c.seqlen_q = 2;
+  return c;
+}
+
+TEST_P(DecodeContract, RepeatsAndThreadsGiveTheSameBits) {
+  DecodeTensors tensors(forced(typical()));
+  const Snapshot first = outputs(tensors);
+  for (const int threads : {1, 2, 3, 7, 0}) {
+    tensors.settings.threads = threads;
+    for (int i = 0; i < 5; ++i) EXPECT_EQ(outputs(tensors), first) << threads << " threads";
+  }
+}
+
+// Whatever else is in the batch, however its pages lie, and whatever room the cache has.
+TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
+  for (const std::int64_t seqlen_q : {1, 2, 40}) {
+    for (const std::int64_t splits : {0, 3}) {
+      DecodeCase c = typical();
+      c.seqlen_q = seqlen_q;
+      c.num_splits = splits;
+      DecodeTensors whole(forced(c));
+      (void)outputs(whole);
+      for (std::int64_t b = 0; b < whole.batch(); ++b) {
+        for (const std::int64_t page : {0, 3, 64}) {
+          DecodeCase one = whole.settings;
+          one.cache_seqlens = {c.cache_seqlens[b]};
+          one.page_size = page;
+          one.room = 100 * page;
+          DecodeTensors alone(one);
+          const std::int64_t row = c.num_heads_k * c.head_dim;
+          for (std::int64_t s = 0; s < c.cache_seqlens[b]; ++s) {
+            for (std::int64_t i = 0; i < row; ++i) {
+              alone.k_cache.set(alone.row_of(0, s) * row + i,
+                                whole.k_cache.get(whole.row_of(b, s) * row + i));
+              alone.v_cache.set(alone.row_of(0, s) * row + i,
+                                whole.v_cache.get(whole.row_of(b, s) * row + i));
+            }
+          }
+          copy_elements(slice(whole.q.tensor(), 0, b, 1), alone.q.tensor());
+          (void)outputs(alone);
+          EXPECT_EQ(differences(alone.o.tensor(), slice(whole.o.tensor(), 0, b, 1)), 0)
+              << "sequence " << b << " " << text_of("page", page) << text_of("seqlen_q", seqlen_q);
+          EXPECT_EQ(differences(alone.lse.tensor(), slice(whole.lse.tensor(), 0, b, 1)), 0)
+              << "sequence " << b;
+        }
+      }
+    }
+  }
+}
+
+// The workspace is a matter of shapes: a server may take it once.
+TEST_P(DecodeContract, TheWorkspaceDoesNotDependOnTheLengths) {
+  DecodeTensors tensors(forced(typical()));
+  const std::size_t before = workspace_size(tensors.call()).or_throw();
+  for (std::int32_t& length : tensors.settings.cache_seqlens) length /= 2;
+  tensors.set_lengths();
+  EXPECT_EQ(workspace_size(tensors.call()).or_throw(), before);
+  Decode shorter = tensors.call();
+  shorter.options.max_seqlen_k = 700;
+  EXPECT_LE(workspace_size(shorter).or_throw(), before);
+}
+
+TEST_P(DecodeContract, ExplainCountsTheKeysInUse) {
+  const DecodeTensors tensors(forced(typical()));
+  const Explanation explanation = explain(tensors.call()).or_throw();
+  EXPECT_EQ(explanation.kernel, GetParam().name);
+  EXPECT_EQ(explanation.dense_flops, 2.0 * (64 + 64) * 8 * 2 * (700 + 1300 + 64 + 513));
+}
+
+// ---- merge_states.
+
+using Merge = KernelTest;
+TESSERA_FOR_EACH_KERNEL(Merge);
+
+struct MergeWorld {
+  Buffer o_a, lse_a, o_b, lse_b, o, lse;
+  MergeStates call;
+  bool packed;
+
+  MergeWorld(DType a, DType b, DType to, bool is_packed) : packed(is_packed) {
+    std::mt19937_64 random(3);
+    std::normal_distribution<double> normal;
+    const auto tokens = [&](DType dtype, Buffer::Role role) {
+      return Buffer(role, dtype,
+                    packed ? Tensor(nullptr, dtype, {7, 3, 37}) : Tensor(nullptr, dtype, {2, 7, 3, 37}), 0);
+    };
+    const auto rows = [&](Buffer::Role role) {
+      return Buffer(
+          role, DType::float32,
+          packed ? Tensor(nullptr, DType::float32, {3, 7}) : Tensor(nullptr, DType::float32, {2, 3, 7}), 0);
+    };
+    o_a = tokens(a, Buffer::Role::input);
+    o_b = tokens(b, Buffer::Role::input);
+    lse_a = rows(Buffer::Role::input);
+    lse_b = rows(Buffer::Role::input);
+    o = tokens(to, Buffer::Role::output);
+    lse = rows(Buffer::Role::output);
+    for (Buffer* buffer : {&o_a, &o_b, &lse_a, &lse_b}) {
+      for (std::int64_t i = 0; i < buffer->size(); ++i) buffer->set(i, normal(random));
+    }
+    const double none = -std::numeric_limits<double>::infinity();
+    lse_a.set(0, none);
+    lse_b.set(1, none);
+    lse_a.set(2, none);
+    lse_b.set(2, none);
+    lse_a.set(3, 3000);
+    lse_b.set(4, -3000);
+    call = {o_a.tensor(), lse_a.tensor(), o_b.tensor(), lse_b.tensor(), o.tensor(), lse.tensor(), {}};
+  }
+};
+
+TEST_P(Merge, GivesTheJointResult) {
+  if (on_gpu()) GTEST_SKIP() << "merge_states has no GPU kernel yet";
+  const DType types[] = {DType::float32, DType::float16, DType::bfloat16};
+  for (const bool packed : {false, true}) {
+    for (const DType a : types) {
+      for (const DType to : types) {
+        MergeWorld world(a, types[static_cast<int>(to)], to, packed);
+        world.call.options.kernel = GetParam().name;
+        const Status status = merge_states(world.call);
+        if (status.code() == Code::unsupported) GTEST_SKIP() << status.message();
+        ASSERT_TRUE(status.ok()) << status.message();
+        const Problem problem = validate(world.call).or_throw();
+        const reference::Outputs expected = reference::merge_states(problem);
+        for (std::int64_t i = 0; i < world.lse.size(); ++i) {
+          const double exact = expected.lse[i], actual = world.lse.get(i);
+          EXPECT_TRUE(actual == exact || std::abs(actual - exact) <= 1e-5 + 1e-5 * std::abs(exact)) << i;
+        }
+        const double unit = to == DType::bfloat16 ? 0x1p-8 : to == DType::float16 ? 0x1p-11 : 0x1p-20;
+        for (std::int64_t i = 0; i < world.o.size(); ++i)
+          EXPECT_NEAR(world.o.get(i), expected.o[i], 1e-6 + unit * std::abs(expected.o[i])) << i;
+        EXPECT_TRUE(world.o.guards_intact() && world.lse.guards_intact());
+      }
+    }
+  }
+}
+
+// A side without keys may hold anything in its o.
+TEST_P(Merge, TheOtherSideOfAnEmptyOneIsKept) {
+  if (on_gpu()) GTEST_SKIP() << "merge_states has no GPU kernel yet";
+  MergeWorld world(DType::float32, DType::float32, DType::float32, true);
+  world.call.options.kernel = GetParam().name;
+  for (std::int64_t c = 0; c < 37; ++c)
+    world.o_a.set(c, std::nan(""));  // row 0 of head 0, where lse_a is -inf
+  const Status status = merge_states(world.call);
+  if (status.code() == Code::unsupported) GTEST_SKIP() << status.message();
+  ASSERT_TRUE(status.ok()) << status.message();
+  for (std::int64_t c = 0; c < 37; ++c) EXPECT_EQ(world.o.get(c), world.o_b.get(c));
+  EXPECT_EQ(world.lse.get(0), world.lse_b.get(0));
+  EXPECT_EQ(world.lse.get(1), world.lse_a.get(1));
+  EXPECT_EQ(world.lse.get(2), -std::numeric_limits<double>::infinity());
+}
+
+TEST_P(Merge, InPlace) {
+  if (on_gpu()) GTEST_SKIP() << "merge_states has no GPU kernel yet";
+  MergeWorld apart(DType::float32, DType::bfloat16, DType::float32, false);
+  MergeWorld together(DType::float32, DType::bfloat16, DType::float32, false);
+  apart.call.options.kernel = together.call.options.kernel = GetParam().name;
+  together.call.o = together.call.o_a;
+  together.call.lse = together.call.lse_a;
+  const Status status = merge_states(apart.call);
+  if (status.code() == Code::unsupported) GTEST_SKIP() << status.message();
+  ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_TRUE(merge_states(together.call).ok());
+  EXPECT_EQ(differences(apart.call.o, together.call.o), 0);
+  EXPECT_EQ(differences(apart.call.lse, together.call.lse), 0);
+}
+
+// Attention to the two halves of the keys, merged, is attention to all of them.
+TEST_P(Merge, TwoHalvesOfTheKeys) {
+  if (on_gpu()) GTEST_SKIP() << "merge_states has no GPU kernel yet";
+  DecodeCase c;
+  c.cache_seqlens = {200};
+  c.num_heads_q = 3;
+  c.num_heads_k = 3;
+  const DecodeTensors tensors(c);
+  Decode call = tensors.call();
+  Forward whole{call.q, slice(call.k_cache, 0, 0, 1), slice(call.v_cache, 0, 0, 1), call.o, call.lse, {}, {}};
+  whole.k = slice(whole.k, 1, 0, 200);
+  whole.v = slice(whole.v, 1, 0, 200);
+  ASSERT_TRUE(run_call<Forward>(whole, forward).ok());
+  Owned o_a(call.o), o_b(call.o), lse_a(call.lse), lse_b(call.lse), o(call.o), lse(call.lse);
+  Forward first = whole, second = whole;
+  first.k = slice(whole.k, 1, 0, 77);
+  first.v = slice(whole.v, 1, 0, 77);
+  first.o = o_a.tensor;
+  first.lse = lse_a.tensor;
+  second.k = slice(whole.k, 1, 77, 123);
+  second.v = slice(whole.v, 1, 77, 123);
+  second.o = o_b.tensor;
+  second.lse = lse_b.tensor;
+  ASSERT_TRUE(run_call<Forward>(first, forward).ok() && run_call<Forward>(second, forward).ok());
+  MergeStates merge{o_a.tensor, lse_a.tensor, o_b.tensor, lse_b.tensor, o.tensor, lse.tensor, {}};
+  merge.options.kernel = GetParam().name;
+  const Status status = merge_states(merge);
+  if (status.code() == Code::unsupported) GTEST_SKIP() << status.message();
+  ASSERT_TRUE(status.ok()) << status.message();
+  for (std::int64_t i = 0; i < size_of(o.tensor); ++i) {
+    float joint = 0, merged = 0;
+    std::memcpy(&joint, element_of(call.o, i), 4);
+    std::memcpy(&merged, element_of(o.tensor, i), 4);
+    EXPECT_NEAR(joint, merged, 2e-6);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::verify
