@@ -114,6 +114,8 @@ struct LoadedKernel {
 // params is the kernel's one parameter. Asynchronous, on the stream (null: the default stream).
 [[nodiscard]] Status launch(const LoadedKernel& kernel, unsigned blocks, unsigned threads, int dynamic_shared,
                             void* stream, const void* params);
+// Before a kernel whose clusters have more than 8 blocks is launched.
+[[nodiscard]] Status allow_large_clusters(const LoadedKernel& kernel);
 // Blocks of the kernel that fit a multiprocessor at once.
 [[nodiscard]] Result<int> occupancy(const LoadedKernel& kernel, int threads, int dynamic_shared);
 
