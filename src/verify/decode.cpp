@@ -7,6 +7,7 @@
 #include <random>
 
 #include "reference/decode.h"
+#include "verify/mirror.h"
 
 namespace tessera::verify {
 namespace {
@@ -244,6 +245,7 @@ Decode DecodeTensors::call() const {
 
 Status run(const DecodeTensors& tensors) {
   Decode call = tensors.call();
+  if (on_gpu(call.options.kernel)) return run_mirrored(call, decode);
   const Result<std::size_t> bytes = workspace_size(call);
   if (!bytes.ok()) return bytes.status();
   Scratch scratch(bytes.value());
