@@ -336,7 +336,7 @@ __device__ __forceinline__ void join_warps(DecodeShared<C>& shared, const tile::
   for (int i = threadIdx.x; i < C.block_m * (C.head_dim_v / 4); i += threads) {
     const int row = i / (C.head_dim_v / 4), col = i % (C.head_dim_v / 4) * 4;
     float4 o;
-    const float2 state = tile::fold(
+    const float2 state = tile::fold<C.warps>(
         o, C.warps, [&](int w) { return shared.state[w][row]; },
         [&](int w) { return *reinterpret_cast<const float4*>(&shared.o[w][row][col]); });
     *reinterpret_cast<float4*>(&shared.o[0][row][col]) = o;  // this thread's alone
@@ -378,28 +378,24 @@ __device__ void decode(const DecodeParams& params) {
     __syncthreads();
   }
 
-  // A piece of a row of the tile, from the parts that it consists of.
-  const auto finish = [&](int i, int count, auto&& state_of, auto&& columns_of) {
+  // Four columns of a row of the tile: joined(o, row, column) makes them of all splits.
+  const auto finish = [&](int i, auto&& joined) {
     const int r = i / row_fours, col = i % row_fours * 4;
     const auto [query, h, there] = tile.row(params, r);
     if (!there || col >= a.head_dim_v) return;
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
     tile::RowEnd end_of_row{0.0f, -ptx::infinity};  // padding
-    if (query < tile.sequence.seqlen_q) {
-      const float2 state = tile::fold(
-          o, count, [&](int s) { return state_of(s, r); }, [&](int s) { return columns_of(s, r, col); });
-      end_of_row = tile::end_row<C.type>(a, h, state);
-    }
+    if (query < tile.sequence.seqlen_q) end_of_row = tile::end_row<C.type>(a, h, joined(o, r, col));
     tile::store_row<C.type>(a, tile.b, tile.sequence.q_begin + query, h, col, o, end_of_row);
   };
   if (splits.count == 1) {
-    if (split == 0) {
+    if (split != 0) return;
 #pragma unroll 1
-      for (int i = threadIdx.x; i < C.block_m * row_fours; i += threads) {
-        finish(
-            i, 1, [&](int, int r) { return shared.joined[r]; },
-            [&](int, int r, int col) { return *reinterpret_cast<const float4*>(&shared.o[0][r][col]); });
-      }
+    for (int i = threadIdx.x; i < C.block_m * row_fours; i += threads) {
+      finish(i, [&](float4& o, int r, int col) {
+        o = *reinterpret_cast<const float4*>(&shared.o[0][r][col]);
+        return shared.joined[r];
+      });
     }
     return;
   }
@@ -417,14 +413,13 @@ __device__ void decode(const DecodeParams& params) {
     ptx::meet_cluster();
 #pragma unroll 1
     for (int i = split * threads + threadIdx.x; i < C.block_m * row_fours; i += C.cluster * threads) {
-      finish(
-          i, splits.count,
-          [&](int s, int r) {
-            return ptx::load_cluster_pair(ptx::cluster_address(ptx::shared_address(&shared.joined[r]), s));
-          },
-          [&](int s, int r, int col) {
-            return ptx::load_cluster_four(ptx::cluster_address(ptx::shared_address(&shared.o[0][r][col]), s));
-          });
+      finish(i, [&](float4& o, int r, int col) {
+        const unsigned state = ptx::shared_address(&shared.joined[r]);
+        const unsigned columns = ptx::shared_address(&shared.o[0][r][col]);
+        return tile::fold<C.cluster>(
+            o, splits.count, [&](int s) { return ptx::load_cluster_pair(ptx::cluster_address(state, s)); },
+            [&](int s) { return ptx::load_cluster_four(ptx::cluster_address(columns, s)); });
+      });
     }
     ptx::meet_cluster();  // nobody leaves while another reads
 #endif

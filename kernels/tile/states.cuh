@@ -19,19 +19,38 @@ __device__ __forceinline__ void add_weighted(float4& sum, float weight, const fl
   sum.w = fmaf(weight, x.w, sum.w);
 }
 
-// Folds `count` parts of four columns of a row, always in their order. state(i): reference and sum.
-template <class State, class Columns>
-__device__ __forceinline__ float2 fold(float4& o, int count, const State& state, const Columns& columns) {
-  float most = -ptx::infinity, sum = 0.0f;
-  for (int i = 0; i < count; ++i) most = fmaxf(most, state(i).x);
-  o = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    const float2 part = state(i);
-    const float weight = weight_of(part.x, most);
-    sum = fmaf(weight, part.y, sum);
-    add_weighted(o, weight, columns(i));
+// Adds some parts of four columns of a row to o and sum, always in their order. `count` of them are there, at
+// most `parts`: all are asked for before the first is used. state(i): reference and sum.
+template <int parts, class State, class Columns>
+__device__ __forceinline__ void add_parts(float4& o, float& sum, float most, int count, const State& state,
+                                          const Columns& columns) {
+  float2 of[parts];
+  float4 x[parts];
+#pragma unroll
+  for (int i = 0; i < parts; ++i) {
+    of[i] = i < count ? state(i) : float2{-ptx::infinity, 0.0f};
+    x[i] = i < count ? columns(i) : float4{0.0f, 0.0f, 0.0f, 0.0f};
   }
+#pragma unroll
+  for (int i = 0; i < parts; ++i) {
+    const float weight = weight_of(of[i].x, most);
+    sum = fmaf(weight, of[i].y, sum);
+    add_weighted(o, weight, x[i]);
+  }
+}
+
+// All parts of four columns of a row; what they are together.
+template <int parts, class State, class Columns>
+__device__ __forceinline__ float2 fold(float4& o, int count, const State& state, const Columns& columns) {
+  float2 of[parts];
+  float most = -ptx::infinity, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < parts; ++i) of[i] = i < count ? state(i) : float2{-ptx::infinity, 0.0f};
+#pragma unroll
+  for (int i = 0; i < parts; ++i) most = fmaxf(most, of[i].x);
+  o = {0.0f, 0.0f, 0.0f, 0.0f};
+  add_parts<parts>(
+      o, sum, most, count, [&](int i) { return of[i]; }, columns);
   return {most, sum};
 }
 
