@@ -88,11 +88,17 @@ struct TaskRows {
 
   [[nodiscard]] std::int64_t query(std::int64_t r) const { return heads == 1 ? r : r / heads; }
   [[nodiscard]] std::int64_t head(std::int64_t r) const { return first_head + (heads == 1 ? 0 : r % heads); }
-  [[nodiscard]] Scoring scoring(std::int64_t r) const {
-    return heads == 1 ? first : Scoring(problem, sequence, b, head(r));
+  // Of the row's head, made in `other` where that is not the first. Heads differ in their ALiBi slope only.
+  [[nodiscard]] HWY_INLINE const Scoring& scoring(std::int64_t r, Scoring& other) const {
+    if (heads == 1) return first;
+    other.h = head(r);
+    if (problem.alibi_slopes != nullptr) other.slope = canonical(problem.alibi_slope(b, other.h) * log2e);
+    return other;
   }
-  [[nodiscard]] float exponent_scale(std::int64_t r) const {
-    return heads == 1 ? first.exponent_scale() : scoring(r).exponent_scale();
+  [[nodiscard]] HWY_INLINE float exponent_scale(std::int64_t r) const {
+    if (heads == 1 || problem.alibi_slopes == nullptr) return first.exponent_scale();
+    Scoring other = first;
+    return scoring(r, other).exponent_scale();
   }
   [[nodiscard]] Range keys_of_row(std::int64_t r) const { return mask.keys_of_row(query(r)); }
   [[nodiscard]] Range keys_of_any(Range rows) const {
@@ -153,10 +159,11 @@ HWY_NOINLINE void softmax_tile(const TaskRows& task, const ForwardScratch& scrat
                                std::int64_t p_ld, Range rows, std::int64_t first_row, std::int64_t key,
                                Range cols, const Between& between) {
   const Dropout& dropout = task.problem.dropout;
+  Scoring other = task.first;
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
     const RowPiece piece(task.query(i), key, cols, task.keys_of_row(i));
     scratch.tile_max[i - rows.begin] =
-        score_row(task.scoring(i), piece, s + (i - rows.begin) * scratch.tile_ld, scratch.row);
+        score_row(task.scoring(i, other), piece, s + (i - rows.begin) * scratch.tile_ld, scratch.row);
   }
   for (std::int64_t i = rows.begin; i < rows.end; ++i) {
     const std::int64_t r = i - first_row;
@@ -178,7 +185,7 @@ HWY_NOINLINE void softmax_tile(const TaskRows& task, const ForwardScratch& scrat
     const std::uint16_t* random = nullptr;
     if (dropout.active()) {
       random = scratch.row.random;
-      dropout_bits(dropout, task.scoring(i).head_index(), static_cast<unsigned>(piece.row),
+      dropout_bits(dropout, task.scoring(i, other).head_index(), static_cast<unsigned>(piece.row),
                    key + piece.live.begin, key + piece.live.end, scratch.row.random);
     }
     const Vec sum = exponentiate(piece, x, scale, shift, p, random, dropout.threshold);

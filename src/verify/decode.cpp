@@ -171,7 +171,8 @@ DecodeTensors::DecodeTensors(const DecodeCase& c) : settings(c) {
       *table = Buffer(Buffer::Role::input, c.seed % 2 == 0 ? c.dtype : DType::float32,
                       shape_of({last_position, half}), 0);
       for (Index i = 0; i < table->size(); ++i) {
-        const double angle = static_cast<double>(i / half) *
+        const Index position = i / half;
+        const double angle = static_cast<double>(position) *
                              std::pow(10000.0, -static_cast<double>(i % half) / static_cast<double>(half));
         table->set(i, table == &rotary_cos ? std::cos(angle) : std::sin(angle));
       }
