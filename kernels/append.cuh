@@ -1,6 +1,7 @@
 // Decode's first kernel: the new keys, turned, and the new values go to their slots of the cache.
 #pragma once
 
+#include "ptx/launch.cuh"
 #include "tile/states.cuh"
 
 namespace tessera {
@@ -8,6 +9,8 @@ namespace tessera {
 // One block for a new row of all heads.
 template <Half type, int threads>
 __device__ void append(const DecodeParams& params) {
+  ptx::let_next_begin();
+  ptx::wait_for_earlier();
   const AttentionParams& a = params.attention;
   const unsigned index = ptx::block_index(), rows = params.rows_new;
   int b, j;

@@ -1,6 +1,7 @@
 // Decode's last kernel: the splits of a sequence's keys become one.
 #pragma once
 
+#include "ptx/launch.cuh"
 #include "tile/states.cuh"
 
 namespace tessera {
@@ -8,6 +9,8 @@ namespace tessera {
 // A warp has a row of a tile.
 template <Half type, int threads>
 __device__ void combine(const DecodeParams& params) {
+  ptx::let_next_begin();
+  ptx::wait_for_earlier();
   const AttentionParams& a = params.attention;
   const unsigned number = ptx::block_index() * (threads / 32) + threadIdx.x / 32;
   const unsigned tile_number = number / params.partial_rows,

@@ -12,6 +12,7 @@
 #include "core/attention_config.h"
 #include "core/decode_params.h"
 #include "ptx/cluster.cuh"
+#include "ptx/launch.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragments.cuh"
 #include "tile/scores.cuh"
@@ -243,7 +244,7 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
   const tile::Lanes<tile::Order::cols_first, C.head_dim> lanes_k;
   const tile::Lanes<tile::Order::rows_first, C.head_dim_v> lanes_v;
   const tile::Matrices read_q_tile(shared.q, lanes_q);
-  constexpr bool held = m * C.head_dim <= 128;
+  constexpr bool held = m * (C.head_dim + C.head_dim_v) <= 256;  // beside acc_o
   tile::HeldA<held ? C.head_dim : 16> held_q[m];
   cute::cp_async_wait<ahead - 1>();
   __syncthreads();
@@ -352,6 +353,8 @@ __device__ void decode(const DecodeParams& params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
 
+  ptx::let_next_begin();
+  ptx::wait_for_earlier();
   const AttentionParams& a = params.attention;
   const unsigned number = params.most_splits.quotient(ptx::block_index());
   const int split = params.most_splits.remainder(ptx::block_index());

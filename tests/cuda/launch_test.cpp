@@ -178,9 +178,10 @@ Decode decode_of(std::int64_t batch, std::int64_t room, int device) {
 
 TEST_F(HopperLaunch, DecodeJoinsItsSplitsInOneLaunchOrInTwo) {
   const auto launches_of = [](const Decode& call) {
-    fake_driver().launches = 0;
+    fake_driver().launches = fake_driver().early = 0;
     const Status status = decode(call);
     EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(fake_driver().early, fake_driver().launches);
     return fake_driver().launches;
   };
   Decode call = decode_of(1, 65536, 1);

@@ -127,8 +127,10 @@ class Stage {
     if (has_large_clusters(config)) {
       if (Status status = allow_large_clusters(*kernel.value()); !status.ok()) return status;
     }
+    // Decode's kernels wait for what is before them by themselves.
+    const bool early = problem_.direction == Direction::decode && context_.facts().arch >= 90;
     return launch(*kernel.value(), static_cast<unsigned>(blocks), static_cast<unsigned>(threads_of(config)),
-                  shared_of(config), problem_.stream, &params);
+                  shared_of(config), problem_.stream, &params, early);
   }
 
   const Context& context_;
