@@ -359,12 +359,12 @@ __device__ void decode(const DecodeParams& params) {
   const unsigned number = params.most_splits.quotient(ptx::block_index());
   const int split = params.most_splits.remainder(ptx::block_index());
   const tile::DecodeTile tile = tile::find_decode_tile(params, number);
-  if (tile.queries == 0) return;  // so do all blocks of a cluster
+  if (tile.queries == 0) return;
   const Mask mask = params.mask(tile.sequence);
   const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
   const Range seen = mask.keys_of_any({0, tile.sequence.seqlen_q});
   const DecodeSplits splits = params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()));
-  if (C.cluster == 1 && split >= splits.count) return;
+  if (split >= splits.count) return;  // a cluster's barrier does not wait for those who have left
 
   // The keys of the split that some query of the tile sees.
   const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
@@ -375,11 +375,9 @@ __device__ void decode(const DecodeParams& params) {
   tile::FragmentC acc_o[m][nv];
   tile::clear(acc_o);
   tile::Softmax<m> softmax;
-  if (split < splits.count) {
-    attend<C>(params, tile, shared, begin, end, softmax, acc_o);
-    join_warps<C>(shared, softmax, acc_o);
-    __syncthreads();
-  }
+  attend<C>(params, tile, shared, begin, end, softmax, acc_o);
+  join_warps<C>(shared, softmax, acc_o);
+  __syncthreads();
 
   // Four columns of a row of the tile: joined(o, row, column) makes them of all splits.
   const auto finish = [&](int i, auto&& joined) {
@@ -392,7 +390,6 @@ __device__ void decode(const DecodeParams& params) {
     tile::store_row<C.type>(a, tile.b, tile.sequence.q_begin + query, h, col, o, end_of_row);
   };
   if (splits.count == 1) {
-    if (split != 0) return;
 #pragma unroll 1
     for (int i = threadIdx.x; i < C.block_m * row_fours; i += threads) {
       finish(i, [&](float4& o, int r, int col) {
@@ -415,7 +412,7 @@ __device__ void decode(const DecodeParams& params) {
 #if __CUDA_ARCH__ >= 900
     ptx::meet_cluster();
 #pragma unroll 1
-    for (int i = split * threads + threadIdx.x; i < C.block_m * row_fours; i += C.cluster * threads) {
+    for (int i = split * threads + threadIdx.x; i < C.block_m * row_fours; i += splits.count * threads) {
       finish(i, [&](float4& o, int r, int col) {
         const unsigned state = ptx::shared_address(&shared.joined[r]);
         const unsigned columns = ptx::shared_address(&shared.o[0][r][col]);
