@@ -106,6 +106,38 @@ class BackwardArgs(Structure):
     ]
 
 
+class DecodeArgs(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        *[
+            (name, TensorPointer)
+            for name in (
+                "q",
+                "k_cache",
+                "v_cache",
+                "cache_seqlens",
+                "page_table",
+                "cache_batch_idx",
+                "leftpad_k",
+                "k_new",
+                "v_new",
+                "rotary_cos",
+                "rotary_sin",
+                "o",
+                "lse",
+            )
+        ],
+        ("rotary_interleaved", c_int32),
+        ("reserved", c_int32),
+        ("num_splits", c_int64),
+        ("options", POINTER(Options)),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+    ]
+
+
+AnyArgs = ForwardArgs | BackwardArgs | DecodeArgs
+
 DTYPES = {
     torch.float32: DLDataType(2, 32, 1),
     torch.float16: DLDataType(2, 16, 1),
@@ -139,7 +171,7 @@ class Call:
         self,
         library: Library,
         name: str,
-        args: ForwardArgs | BackwardArgs,
+        args: AnyArgs,
         alive: list[object],
         device: torch.device,
     ) -> None:
@@ -205,9 +237,7 @@ class Library:
                 setattr(options, name, value.encode() if isinstance(value, str) else value)
         return options
 
-    def _fill(
-        self, args: ForwardArgs | BackwardArgs, options: Options, tensors: dict[str, torch.Tensor]
-    ) -> list[object]:
+    def _fill(self, args: AnyArgs, options: Options, tensors: dict[str, torch.Tensor]) -> list[object]:
         views = {name: View(tensor) for name, tensor in tensors.items()}
         for name, view in views.items():
             setattr(args, name, view.pointer())
@@ -221,3 +251,7 @@ class Library:
     def backward(self, options: Options, **tensors: torch.Tensor) -> Call:
         args = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs))
         return Call(self, "backward", args, self._fill(args, options, tensors), tensors["q"].device)
+
+    def decode(self, options: Options, *, num_splits: int = 0, **tensors: torch.Tensor) -> Call:
+        args = DecodeArgs(struct_size=ctypes.sizeof(DecodeArgs), num_splits=num_splits)
+        return Call(self, "decode", args, self._fill(args, options, tensors), tensors["q"].device)

@@ -109,6 +109,18 @@ struct Sm90BackwardConfig {
   }
 };
 
+// A block of threads has 16-row tiles of queries by heads; each of its warps has keys of its own, `keys` at a
+// time, and buffers of its own for them.
+struct DecodeConfig {
+  Half type;
+  int head_dim, head_dim_v;
+  int block_m;
+  int warps, keys, stages;
+  int per_sm;
+  int cluster;   // blocks of one tile that join their splits in shared memory, Hopper's; 1: by the workspace
+  bool aligned;  // rows of q, k, v are whole, aligned pieces of 16 bytes
+};
+
 struct DbiasConfig {
   Half type;
   int head_dim, head_dim_v;

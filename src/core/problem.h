@@ -56,11 +56,13 @@ struct Cache {
   const std::int32_t* page_table = nullptr;  // paged: k and v are (num_pages, page_size, ...)
   std::int64_t page_table_row = 0;           // stride
   std::int64_t page_size = 0;
+  std::int64_t blocks = 0;  // pages, or rows of the contiguous cache
   const std::int32_t* batch_idx = nullptr;
   const std::int32_t* leftpad = nullptr;
   View k_new, v_new;
   std::int64_t rows_new = 0;  // of k_new: a sequence's, or the total when packed
   View cos, sin;              // row `position`, rotary_dim / 2 each
+  std::int64_t positions = 0;
   std::int64_t rotary_dim = 0;
   bool interleaved = false;
   std::int64_t num_splits = 0;  // 0: automatic

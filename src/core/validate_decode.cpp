@@ -101,6 +101,7 @@ bool DecodeValidator::cache() {
   problem.head_dim_v = v.shape[3];
   problem.rows_k = k.shape[1];
   Cache& cache = problem.cache;
+  cache.blocks = k.shape[0];
   if (paged()) {
     if (!shape("page_table", table, {problem.batch, "max_pages"})) return false;
     cache.page_table = static_cast<const std::int32_t*>(table.data);
@@ -150,6 +151,7 @@ bool DecodeValidator::rotary() {
   };
   problem.cache.cos = view(cos);
   problem.cache.sin = view(sin);
+  problem.cache.positions = cos.shape[0];
   problem.cache.rotary_dim = 2 * cos.shape[1];
   problem.cache.interleaved = call_.rotary_interleaved;
   return true;

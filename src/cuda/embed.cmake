@@ -6,6 +6,7 @@ include(${PROJECT_SOURCE_DIR}/cmake/cutlass.cmake)
 set(shared_core_headers
   attention_config.h
   attention_params.h
+  decode_params.h
   host_device.h
   mask.h
   philox.h)

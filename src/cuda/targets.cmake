@@ -19,6 +19,7 @@ set(cuda_driver_sources
   cuda/driver/tensor_map.cpp)
 set(cuda_plan_sources
   cuda/plan/pack.cpp
+  cuda/plan/decode.cpp
   cuda/plan/plan.cpp)
 set(cuda_launch_sources
   cuda/launch/kernels.cpp

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "reference/decode.h"
+#include "verify/mirror.h"
 
 namespace tessera::verify {
 namespace {
@@ -245,6 +246,7 @@ Decode DecodeTensors::call() const {
 
 Status run(const DecodeTensors& tensors) {
   Decode call = tensors.call();
+  if (on_gpu(call.options.kernel)) return run_mirrored(call, decode);
   const Result<std::size_t> bytes = workspace_size(call);
   if (!bytes.ok()) return bytes.status();
   Scratch scratch(bytes.value());
@@ -256,6 +258,10 @@ Status run(const DecodeTensors& tensors) {
 }
 
 std::string judge(DecodeTensors& tensors) {
+  return judge(tensors, [&] { return run(tensors); });
+}
+
+std::string judge(DecodeTensors& tensors, const std::function<Status()>& run_it) {
   const DecodeCase& c = tensors.settings;
   const Result<Problem> problem = validate(tensors.call());
   if (!problem.ok()) return "the call is not valid: " + problem.status().message();
@@ -263,7 +269,7 @@ std::string judge(DecodeTensors& tensors) {
   const AlignedBytes k_before = tensors.k_cache.bytes(), v_before = tensors.v_cache.bytes();
   tensors.o.poison();
   if (c.lse) tensors.lse.poison();
-  if (const Status status = run(tensors); !status.ok()) return "decode failed: " + status.message();
+  if (const Status status = run_it(); !status.ok()) return "decode failed: " + status.message();
   if (!c.kernel.empty() && last_kernel() != c.kernel) return "decode was run by " + last_kernel();
 
   std::vector<Score> scores;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -63,6 +64,8 @@ struct DecodeTensors {
 
 // Runs what lies in tensors, and holds o, lse and the cache against the oracle. Empty: all is right.
 [[nodiscard]] std::string judge(DecodeTensors& tensors);
+// By another way of running it.
+[[nodiscard]] std::string judge(DecodeTensors& tensors, const std::function<Status()>& run_it);
 [[nodiscard]] std::string judge(const DecodeCase& c);
 
 }  // namespace tessera::verify

@@ -273,11 +273,15 @@ bool on_gpu(std::string_view kernel) {
 
 Forward as_planned(Forward call) { return planned(std::move(call)); }
 Backward as_planned(Backward call) { return planned(std::move(call)); }
+Decode as_planned(Decode call) { return planned(std::move(call)); }
 
 Status run_mirrored(const Forward& call, Status (*function)(const Forward&)) {
   return run_on_device(call, function);
 }
 Status run_mirrored(const Backward& call, Status (*function)(const Backward&)) {
+  return run_on_device(call, function);
+}
+Status run_mirrored(const Decode& call, Status (*function)(const Decode&)) {
   return run_on_device(call, function);
 }
 

@@ -18,10 +18,12 @@ namespace tessera::verify {
 // kernel gets tensors that claim to lie on device 0, at addresses that nobody may read.
 [[nodiscard]] Forward as_planned(Forward call);
 [[nodiscard]] Backward as_planned(Backward call);
+[[nodiscard]] Decode as_planned(Decode call);
 
 // Runs the call on device 0, on the default stream and on the thread's own by turns, with a workspace of
 // exactly the size it asks for, poisoned and between guards. Waits for it.
 [[nodiscard]] Status run_mirrored(const Forward& call, Status (*function)(const Forward&));
 [[nodiscard]] Status run_mirrored(const Backward& call, Status (*function)(const Backward&));
+[[nodiscard]] Status run_mirrored(const Decode& call, Status (*function)(const Decode&));
 
 }  // namespace tessera::verify

@@ -182,6 +182,26 @@ int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned thre
   std::memcpy(&control.param, params[0], sizeof(control.param));
   return success;
 }
+struct FakeAttribute {
+  int id;
+  int pad;
+  int value[16];
+};
+struct FakeConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  const FakeAttribute* attributes;
+  unsigned count;
+};
+int cuLaunchKernelEx(const FakeConfig* config, void* function, void** params, void** extra) {
+  constexpr int stream_serialization = 6;
+  if (config->count != 1 || config->attributes->id != stream_serialization ||
+      config->attributes->value[0] != 1)
+    return invalid_value;
+  ++control.early;
+  return cuLaunchKernel(function, config->grid[0], 1, 1, config->block[0], 1, 1, config->shared_bytes,
+                        config->stream, params, extra);
+}
 int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* data, const unsigned long long* extents,
                            const unsigned long long* strides, const unsigned* box, const unsigned*, int,
                            int swizzle, int, int) {

@@ -23,6 +23,7 @@ struct Control {
     unsigned box[4];
     int swizzle;
   } map[4];
+  int early = 0;  // launches that may begin before the kernel before them has ended
 };
 
 }  // namespace fake

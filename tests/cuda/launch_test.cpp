@@ -160,6 +160,54 @@ TEST_F(HopperLaunch, BackwardsMapsAreOfTheTensorsAndTheTiles) {
   }
 }
 
+// (batch, 1, 32, 128) against (batch, room, 8, 128).
+Decode decode_of(std::int64_t batch, std::int64_t room, int device) {
+  const auto on = [&](Tensor t) {
+    t.device = {kDLCUDA, device};
+    return t;
+  };
+  Decode call;
+  call.q = on({address(0), DType::bfloat16, {batch, 1, 32, 128}});
+  call.k_cache = on({address(1), DType::bfloat16, {batch, room, 8, 128}});
+  call.v_cache = on({address(2), DType::bfloat16, {batch, room, 8, 128}});
+  call.o = on({address(3), DType::bfloat16, {batch, 1, 32, 128}});
+  call.cache_seqlens = on({address(4), DType::int32, {batch}});
+  call.workspace = {address(9), workspace_size(call).or_throw()};
+  return call;
+}
+
+TEST_F(HopperLaunch, DecodeJoinsItsSplitsInOneLaunchOrInTwo) {
+  const auto launches_of = [](const Decode& call) {
+    fake_driver().launches = fake_driver().early = 0;
+    const Status status = decode(call);
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(fake_driver().early, fake_driver().launches);
+    return fake_driver().launches;
+  };
+  Decode call = decode_of(1, 65536, 1);
+  EXPECT_EQ(call.workspace.bytes, 0u);
+  EXPECT_EQ(launches_of(call), 1);
+  EXPECT_EQ(last_kernel(), "cuda_sm90");
+  EXPECT_EQ(fake_driver().blocks, 128U);
+  EXPECT_EQ(fake_driver().threads, 128U);
+
+  call.options.kernel = "cuda_sm80";
+  call.workspace.bytes = workspace_size(call).or_throw();
+  EXPECT_GT(call.workspace.bytes, 0u);
+  EXPECT_EQ(launches_of(call), 2);
+  EXPECT_EQ(last_kernel(), "cuda_sm80");
+
+  // One part: nothing to join.
+  call.options.max_seqlen_k = 200;
+  EXPECT_EQ(workspace_size(call).or_throw(), 0u);
+  EXPECT_EQ(launches_of(call), 1);
+  EXPECT_EQ(fake_driver().blocks, 8U);
+
+  call.k_new = call.v_new = Tensor(address(5), DType::bfloat16, {1, 1, 8, 128});
+  call.k_new.device = call.v_new.device = {kDLCUDA, 1};
+  EXPECT_EQ(launches_of(call), 2);
+}
+
 TEST_F(HopperLaunch, BackwardWithoutMapsIsTheOtherKernels) {
   Backward expanded = backward_of(64, 64, 64);
   expanded.dout.stride[0] = 0;

@@ -45,6 +45,16 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
 
           ASSERT_LE(shared_of(dbias_config(limits, Half::float16, head_dim, head_dim_v, terms, true)),
                     limits.shared_per_block);
+
+          for (const std::int64_t rows : {1, 16, 17, 1000}) {
+            const DecodeConfig d = decode_config(limits, Half::float16, head_dim, head_dim_v, rows, true);
+            ASSERT_GE(d.head_dim, head_dim);
+            ASSERT_GE(d.head_dim_v, head_dim_v);
+            ASSERT_LE(shared_of(d), limits.shared_per_block);
+            ASSERT_TRUE(d.block_m == 16 || (d.block_m == 32 && rows > 16));
+            ASSERT_TRUE(d.keys == 16 || d.keys == 32);
+            ASSERT_GE(d.stages, 2);
+          }
         }
       }
     }
@@ -175,6 +185,19 @@ TEST(Plan, NamesTellConfigsApart) {
   backwards[9].kv_in_registers = !b.kv_in_registers;
   backwards[10].terms = Terms::dropout;
   expect_different_names(backwards);
+
+  const DecodeConfig d = decode_config(hopper, Half::bfloat16, 128, 128, 4, true);
+  std::vector<DecodeConfig> decodes(10, d);
+  decodes[1].type = Half::float16;
+  decodes[2].head_dim = 64;
+  decodes[3].head_dim_v = 64;
+  decodes[4].block_m = 32;
+  decodes[5].warps = 2;
+  decodes[6].keys = 32;
+  decodes[7].stages = 4;
+  decodes[8].cluster = 8;
+  decodes[9].aligned = false;
+  expect_different_names(decodes);
 }
 
 TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
@@ -183,9 +206,12 @@ TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
     for (const PackEntry& entry : pack_list(arch)) {
       EXPECT_EQ(entry.name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_"), std::string::npos)
           << entry.name;
-      const char* params = entry.name.starts_with("tessera_sm90_forward")    ? "Sm90ForwardParams"
-                           : entry.name.starts_with("tessera_sm90_backward") ? "Sm90BackwardParams"
-                                                                             : "AttentionParams";
+      const auto is = [&](const char* start) { return entry.name.starts_with(start); };
+      const bool decodes = is("tessera_decode") || is("tessera_append") || is("tessera_combine");
+      const char* params = is("tessera_sm90_forward")    ? "Sm90ForwardParams"
+                           : is("tessera_sm90_backward") ? "Sm90BackwardParams"
+                           : decodes                     ? "DecodeParams"
+                                                         : "AttentionParams";
       EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ " + params + " params)"),
                 std::string::npos)
           << entry.text;

@@ -68,6 +68,7 @@ Result<CudaApi> resolve_cuda(const Library& library) {
   need(api.memcpy_to_host, "cuMemcpyDtoHAsync_v2");
   need(api.stream_synchronize, "cuStreamSynchronize");
   library.resolve(api.ctx_get_id, "cuCtxGetId");
+  library.resolve(api.launch_kernel_ex, "cuLaunchKernelEx");
   library.resolve(api.tensor_map_encode, "cuTensorMapEncodeTiled");
   if (missing != nullptr)
     return Status(Code::unsupported,

@@ -42,6 +42,7 @@ inline constexpr int max_shared_memory_per_block_optin = 97;
 
 // CUfunction_attribute
 inline constexpr int max_dynamic_shared_size_bytes = 8;
+inline constexpr int non_portable_cluster_size_allowed = 14;
 
 // CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion and -FloatOOBfill
 inline constexpr int tensor_map_uint16 = 1;
@@ -50,10 +51,26 @@ inline constexpr int tensor_map_swizzle_64b = 2, tensor_map_swizzle_128b = 3;
 inline constexpr int tensor_map_promotion_256b = 3;
 inline constexpr int tensor_map_fill_zeros = 0;
 
+// CUlaunchAttributeID
+inline constexpr int programmatic_stream_serialization = 6;
+
 // CUstreamCaptureMode
 inline constexpr int capture_mode_relaxed = 2;
 
 }  // namespace cu
+
+// CUlaunchAttribute and CUlaunchConfig.
+struct CuLaunchAttribute {
+  int id;
+  alignas(8) unsigned char value[64];
+};
+struct CuLaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  CuStream stream;
+  CuLaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(CuLaunchAttribute) == 72 && sizeof(CuLaunchConfig) == 56);
 
 struct CudaApi {
   CuResult (*init)(unsigned flags);
@@ -77,6 +94,8 @@ struct CudaApi {
   CuResult (*launch_kernel)(CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                             unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                             CuStream stream, void** params, void** extra);
+  CuResult (*launch_kernel_ex)(const CuLaunchConfig* config, CuFunction function, void** params,
+                               void** extra);  // CUDA 12; null before
   CuResult (*occupancy)(int* blocks, CuFunction function, int threads, std::size_t dynamic_shared);
   CuResult (*exchange_capture_mode)(int* mode);
   CuResult (*tensor_map_encode)(void* map, int type, unsigned rank, void* data,

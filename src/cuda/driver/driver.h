@@ -111,9 +111,13 @@ struct LoadedKernel {
 [[nodiscard]] Result<const LoadedKernel*> load(const Context& context, std::string_view name,
                                                int dynamic_shared, const std::function<std::string()>& text);
 
-// params is the kernel's one parameter. Asynchronous, on the stream (null: the default stream).
+// params is the kernel's one parameter. Asynchronous, on the stream (null: the default stream). early: its
+// blocks may be there before the stream's kernel before it has ended; it waits by itself
+// (kernels/ptx/launch.cuh), which takes compute capability 9.0.
 [[nodiscard]] Status launch(const LoadedKernel& kernel, unsigned blocks, unsigned threads, int dynamic_shared,
-                            void* stream, const void* params);
+                            void* stream, const void* params, bool early = false);
+// Before a kernel whose clusters have more than 8 blocks is launched.
+[[nodiscard]] Status allow_large_clusters(const LoadedKernel& kernel);
 // Blocks of the kernel that fit a multiprocessor at once.
 [[nodiscard]] Result<int> occupancy(const LoadedKernel& kernel, int threads, int dynamic_shared);
 

@@ -271,18 +271,34 @@ Result<const LoadedKernel*> load(const Context& context, std::string_view name, 
 }
 
 Status launch(const LoadedKernel& kernel, unsigned blocks, unsigned threads, int dynamic_shared, void* stream,
-              const void* params) {
+              const void* params, bool early) {
   const Result<const CudaApi*> api = cuda_api();
   if (!api.ok()) return api.status();
   void* arguments[] = {const_cast<void*>(params)};  // the driver copies it
-  const CuResult result =
-      api.value()->launch_kernel(kernel.function, blocks, 1, 1, threads, 1, 1,
-                                 static_cast<unsigned>(dynamic_shared), stream, arguments, nullptr);
+  const auto shared = static_cast<unsigned>(dynamic_shared);
+  CuResult result = cu::success;
+  if (early && api.value()->launch_kernel_ex != nullptr) {
+    CuLaunchAttribute attribute{cu::programmatic_stream_serialization, {1}};
+    const CuLaunchConfig config{blocks, 1, 1, threads, 1, 1, shared, stream, &attribute, 1};
+    result = api.value()->launch_kernel_ex(&config, kernel.function, arguments, nullptr);
+  } else {
+    result = api.value()->launch_kernel(kernel.function, blocks, 1, 1, threads, 1, 1, shared, stream,
+                                        arguments, nullptr);
+  }
   if (result == cu::success) return {};
   return checked(*api.value(), result,
                  "launching " + kernel.name + " with " + std::to_string(blocks) + " blocks of " +
                      std::to_string(threads) + " threads and " + std::to_string(dynamic_shared) +
                      " bytes of dynamic shared memory");
+}
+
+Status allow_large_clusters(const LoadedKernel& kernel) {
+  const Result<const CudaApi*> api = cuda_api();
+  if (!api.ok()) return api.status();
+  const RelaxedCapture relaxed(*api.value());
+  const CuResult result =
+      api.value()->func_set_attribute(kernel.function, cu::non_portable_cluster_size_allowed, 1);
+  return checked(*api.value(), result, "large clusters of " + kernel.name);
 }
 
 Result<int> occupancy(const LoadedKernel& kernel, int threads, int dynamic_shared) {

@@ -9,6 +9,7 @@
 #include "core/attention_params.h"
 #include "cuda/driver/driver.h"
 #include "cuda/launch/tensor_maps.h"
+#include "cuda/plan/decode.h"
 #include "cuda/plan/plan.h"
 
 namespace tessera::cuda {
@@ -105,16 +106,31 @@ class Stage {
   Status operator()(const Sm90ForwardConfig& config, const Sm90ForwardParams& params) {
     return run(config, params, blocks_of(config, problem_, limits_of(context_.facts())));
   }
+  template <class Config>
+  Status operator()(const Config& config, const DecodeParams& params, std::int64_t blocks) {
+    return run(config, params, blocks);
+  }
 
  private:
+  static bool has_large_clusters(const DecodeConfig& config) { return config.cluster > 8; }
+  template <class Config>
+  static bool has_large_clusters(const Config&) {
+    return false;
+  }
+
   template <class Config, class Params>
   Status run(const Config& config, const Params& params, std::int64_t blocks) {
     if (blocks == 0 && !only_load_) return {};
     const Result<const LoadedKernel*> kernel =
         load(context_, kernel_name(config), shared_of(config), [&] { return program_text(config); });
     if (!kernel.ok() || only_load_) return kernel.status();
+    if (has_large_clusters(config)) {
+      if (Status status = allow_large_clusters(*kernel.value()); !status.ok()) return status;
+    }
+    // Decode's kernels wait for what is before them by themselves.
+    const bool early = problem_.direction == Direction::decode && context_.facts().arch >= 90;
     return launch(*kernel.value(), static_cast<unsigned>(blocks), static_cast<unsigned>(threads_of(config)),
-                  shared_of(config), problem_.stream, &params);
+                  shared_of(config), problem_.stream, &params, early);
   }
 
   const Context& context_;
@@ -182,7 +198,31 @@ Status run_backward_sm90(const Context& context, const Problem& problem, void* w
                       });
 }
 
+// The append, the main kernel, and what joins the splits where it does not do so itself.
+Status run_decode(const Context& context, const Problem& problem, void* workspace, bool only_load,
+                  bool clusters) {
+  const DecodeConfig config = decode_config(limits_of(context.facts()), problem, clusters);
+  DecodeParams params = decode_params(config, problem, make_params(problem));
+  auto* const memory = static_cast<std::byte*>(workspace);
+  params.o_partial = reinterpret_cast<float*>(memory);
+  params.state_partial = reinterpret_cast<float*>(memory + decode_workspace(config, problem).state);
+  Stage stage(context, problem, only_load);
+  if (problem.cache.k_new.given()) {
+    const SmallConfig append{Small::append, config.type};
+    if (Status status = stage(append, params, append_blocks(problem)); !status.ok()) return status;
+  }
+  const std::int64_t combined = combine_blocks(config, problem);
+  if (Status status = stage(config, params, blocks_of(config, problem)); !status.ok()) return status;
+  return combined == 0 ? Status() : stage(SmallConfig{Small::combine, config.type}, params, combined);
+}
+Status execute_decode(const Problem& problem, void* workspace, bool only_load, bool clusters) {
+  const Result<Context> context = Context::enter(problem.device.device_id);
+  if (!context.ok()) return context.status();
+  return run_decode(context.value(), problem, workspace, only_load, clusters);
+}
+
 Status execute(const Problem& problem, void* workspace, bool only_load) {
+  if (problem.direction == Direction::decode) return execute_decode(problem, workspace, only_load, false);
   const Result<Context> context = Context::enter(problem.device.device_id);
   if (!context.ok()) return context.status();
   return problem.direction == Direction::forward
@@ -193,9 +233,14 @@ Status execute(const Problem& problem, void* workspace, bool only_load) {
 std::string missing() { return unavailable(); }
 
 std::string why_not_direction(Direction direction) {
-  if (direction == Direction::decode) return "decode has no GPU kernel yet";
   if (direction == Direction::merge) return "merge_states has no GPU kernel yet";
   return "";
+}
+
+std::int64_t most_decode_blocks(const DeviceLimits& limits, const Problem& problem, bool clusters) {
+  const DecodeConfig config = decode_config(limits, problem, clusters);
+  return std::max(
+      {blocks_of(config, problem), append_blocks(problem), combine_blocks(config, problem), problem.rows_k});
 }
 
 std::string why_not(const Problem& problem) {
@@ -214,6 +259,8 @@ std::string why_not(const Problem& problem) {
   std::int64_t most = 0;
   if (problem.direction == Direction::forward) {
     most = blocks_of(forward_config(limits, problem), problem);
+  } else if (problem.direction == Direction::decode) {
+    most = most_decode_blocks(limits, problem, false);
   } else {
     const BackwardConfig config = backward_config(limits, problem);
     most = std::max({blocks_of(config, problem), blocks_of(SmallConfig{Small::delta, config.type}, problem),
@@ -234,6 +281,7 @@ std::string why_not_sm90(const Problem& problem) {
            std::to_string(facts.value()->arch / 10) + "." + std::to_string(facts.value()->arch % 10);
   }
   if (problem.dtype == DType::float32) return "its tiles are float16 or bfloat16, q is float32";
+  if (problem.direction == Direction::decode) return why_not(problem);
   if (std::string reason = why_no_maps(problem); !reason.empty()) return reason;
   if (std::max(problem.rows_q, problem.rows_k) >= NarrowMask::unbounded)
     return "q or k has 2^29 rows or more";
@@ -244,7 +292,18 @@ std::string why_not_sm90(const Problem& problem) {
   return "";
 }
 
+Plan decode_plan(const Problem& problem, bool clusters) {
+  const DecodeConfig config = decode_config(limits_of(problem), problem, clusters);
+  Plan plan;
+  plan.block_m = config.block_m;
+  plan.block_n = config.warps * config.keys;
+  plan.threads = threads_of(config);
+  plan.workspace = static_cast<std::size_t>(decode_workspace(config, problem).end);
+  return plan;
+}
+
 Plan plan(const Problem& problem) {
+  if (problem.direction == Direction::decode) return decode_plan(problem, false);
   const DeviceLimits limits = limits_of(problem);
   Plan plan;
   if (problem.direction == Direction::forward) {
@@ -264,11 +323,12 @@ Plan plan(const Problem& problem) {
 
 // Hopper's backward kernel, where it has tiles and TMA can copy what it loads. Otherwise cuda_sm80's runs.
 std::optional<Sm90BackwardConfig> own_backward(const Problem& problem) {
-  if (problem.direction == Direction::forward || !why_no_dout_map(problem).empty()) return {};
+  if (problem.direction != Direction::backward || !why_no_dout_map(problem).empty()) return {};
   return sm90_backward_config(problem);
 }
 
 Plan plan_sm90(const Problem& problem) {
+  if (problem.direction == Direction::decode) return decode_plan(problem, true);
   Plan plan;
   const auto fill = [&](const auto& config) {
     plan.block_m = config.block_m;
@@ -292,6 +352,7 @@ Status run(const Problem& problem, const Plan&, void* workspace) {
 Status prepare(const Problem& problem, const Plan&) { return execute(problem, nullptr, true); }
 
 Status execute_sm90(const Problem& problem, void* workspace, bool only_load) {
+  if (problem.direction == Direction::decode) return execute_decode(problem, workspace, only_load, true);
   const std::optional<Sm90BackwardConfig> backward = own_backward(problem);
   if (problem.direction == Direction::backward && !backward) return execute(problem, workspace, only_load);
   const Result<Context> context = Context::enter(problem.device.device_id);
@@ -325,7 +386,9 @@ void describe(const Problem& problem, Explanation& explanation) {
   const Result<Context> context = Context::enter(problem.device.device_id);
   if (!context.ok()) return;
   const DeviceLimits limits = limits_of(context.value().facts());
-  if (problem.direction == Direction::forward) {
+  if (problem.direction == Direction::decode) {
+    describe_kernel(context.value(), decode_config(limits, problem, false), explanation);
+  } else if (problem.direction == Direction::forward) {
     describe_kernel(context.value(), forward_config(limits, problem), explanation);
   } else {
     describe_kernel(context.value(), backward_config(limits, problem), explanation);
@@ -337,7 +400,10 @@ void describe_sm90(const Problem& problem, Explanation& explanation) {
   if (problem.direction == Direction::backward && !backward) return describe(problem, explanation);
   const Result<Context> context = Context::enter(problem.device.device_id);
   if (!context.ok()) return;
-  if (backward) {
+  if (problem.direction == Direction::decode) {
+    describe_kernel(context.value(), decode_config(limits_of(context.value().facts()), problem, true),
+                    explanation);
+  } else if (backward) {
     describe_kernel(context.value(), *backward, explanation);
   } else {
     describe_kernel(context.value(), sm90_forward_config(problem), explanation);

@@ -39,6 +39,23 @@ void add_sm90_backward(std::vector<PackEntry>& list, Half type) {
   }
 }
 
+// Of one token, and of a few.
+void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half type) {
+  constexpr int few = 16, more = 32;
+  for (const int head_dim : {64, 128, 256}) {
+    for (const int rows : {few, more}) {
+      DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true);
+      if (rows == more && config.block_m == few) continue;
+      list.push_back(entry(config));
+      for (const int cluster : {8, 16}) {
+        if (limits.arch != 90) continue;
+        config.cluster = cluster;
+        list.push_back(entry(config));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<PackEntry> pack_list(std::string_view arch) {
@@ -49,8 +66,9 @@ std::vector<PackEntry> pack_list(std::string_view arch) {
       add_sm90_forward(list, type);
       add_sm90_backward(list, type);
     }
-    for (const Small kernel : {Small::delta, Small::dsinks, Small::convert_dq})
+    for (const Small kernel : {Small::delta, Small::dsinks, Small::convert_dq, Small::append, Small::combine})
       list.push_back(entry(SmallConfig{kernel, type}));
+    add_decode(list, limits, type);
     for (const Terms terms : {Terms::plain, Terms::softcap, Terms::alibi, Terms::bias, Terms::dropout}) {
       for (const int head_dim : {64, 96, 128, 192, 256}) {
         if (terms != Terms::plain && head_dim != 64 && head_dim != 128)

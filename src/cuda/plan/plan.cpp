@@ -71,12 +71,18 @@ std::string spelled(const DbiasConfig& c) {
                 spelled(c.aligned), spelled(c.terms).c_str());
 }
 
+std::string spelled(const DecodeConfig& c) {
+  return format("DecodeConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %s}", spelled(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.warps, c.keys, c.stages, c.per_sm, c.cluster, spelled(c.aligned));
+}
+
 // A program of one kernel: call is what its body does with params.
 std::string program(const std::string& header, const std::string& name, int threads, int per_sm,
                     const std::string& call, const std::string& checks,
-                    const std::string& params = "AttentionParams") {
+                    const std::string& params = "AttentionParams", int cluster = 1) {
+  const std::string clusters = cluster == 1 ? "" : "__cluster_dims__(" + std::to_string(cluster) + ", 1, 1) ";
   return "#include \"" + header + "\"\nusing namespace tessera;\n" + checks +
-         "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ", " +
+         "extern \"C\" __global__ void " + clusters + "__launch_bounds__(" + std::to_string(threads) + ", " +
          std::to_string(per_sm) + ") " + name + "(const __grid_constant__ " + params + " params) {\n  " +
          call + "(params);\n}\n";
 }
@@ -99,6 +105,26 @@ std::string program(const char* header, const char* function, const char* shared
                              ">) == " + std::to_string(shared_of(config)) + ");\n";
   return program(header, kernel_name(config), threads_of(config), per_sm,
                  "sm80::" + std::string(function) + "<" + spelling + ">", checks);
+}
+
+struct SmallKernel {
+  const char *name, *header, *params;
+  int threads;
+};
+SmallKernel small_kernel(Small kernel) {
+  switch (kernel) {
+    case Small::delta:
+      return {"delta", "delta.cuh", "AttentionParams", small_threads};
+    case Small::dsinks:
+      return {"dsinks", "delta.cuh", "AttentionParams", small_threads};
+    case Small::convert_dq:
+      return {"convert_dq", "dq.cuh", "AttentionParams", dq_warps * 32};
+    case Small::append:
+      return {"append", "append.cuh", "DecodeParams", 128};
+    case Small::combine:
+      break;
+  }
+  return {"combine", "combine.cuh", "DecodeParams", 128};
 }
 
 // The widths that tiles come in.
@@ -192,9 +218,13 @@ std::string kernel_name(const DbiasConfig& c) {
   return format("tessera_sm80_dbias_%s_d%dx%d_b%d_%s%s", type_name(c.type), c.head_dim, c.head_dim_v, c.block,
                 terms_name(c.terms).c_str(), aligned_name(c.aligned));
 }
+std::string kernel_name(const DecodeConfig& c) {
+  const std::string cluster = c.cluster == 1 ? "" : "_c" + std::to_string(c.cluster);
+  return format("tessera_decode_%s_d%dx%d_m%dw%dk%ds%d%s%s", type_name(c.type), c.head_dim, c.head_dim_v,
+                c.block_m, c.warps, c.keys, c.stages, cluster.c_str(), aligned_name(c.aligned));
+}
 std::string kernel_name(const SmallConfig& c) {
-  const char* name = c.kernel == Small::delta ? "delta" : c.kernel == Small::dsinks ? "dsinks" : "convert_dq";
-  return format("tessera_%s_%s", name, type_name(c.type));
+  return format("tessera_%s_%s", small_kernel(c.kernel).name, type_name(c.type));
 }
 
 std::string program_text(const ForwardConfig& c) {
@@ -214,11 +244,17 @@ std::string program_text(const Sm90BackwardConfig& c) {
 std::string program_text(const DbiasConfig& c) {
   return program("sm80/dbias.cuh", "dbias", "DbiasShared", 1, c);
 }
+std::string program_text(const DecodeConfig& c) {
+  const std::string spelling = spelled(c);
+  return program("sm80/decode.cuh", kernel_name(c), threads_of(c), c.per_sm, "sm80::decode<" + spelling + ">",
+                 "static_assert(sizeof(sm80::DecodeShared<" + spelling +
+                     ">) == " + std::to_string(shared_of(c)) + ");\n",
+                 "DecodeParams", c.cluster);
+}
 std::string program_text(const SmallConfig& c) {
-  const char* name = c.kernel == Small::delta ? "delta" : c.kernel == Small::dsinks ? "dsinks" : "convert_dq";
-  const char* header = c.kernel == Small::convert_dq ? "dq.cuh" : "delta.cuh";
-  return program(header, kernel_name(c), threads_of(c), 1,
-                 format("%s<%s, %d>", name, spelled(c.type), threads_of(c)), "");
+  const auto [name, header, params, threads] = small_kernel(c.kernel);
+  return program(header, kernel_name(c), threads, 1, format("%s<%s, %d>", name, spelled(c.type), threads), "",
+                 params);
 }
 
 int threads_of(const ForwardConfig& c) { return c.warps * 32; }
@@ -226,7 +262,8 @@ int threads_of(const Sm90ForwardConfig& c) { return c.threads(); }
 int threads_of(const BackwardConfig& c) { return c.warps() * 32; }
 int threads_of(const Sm90BackwardConfig& c) { return c.threads(); }
 int threads_of(const DbiasConfig& c) { return c.threads(); }
-int threads_of(const SmallConfig& c) { return c.kernel == Small::convert_dq ? dq_warps * 32 : small_threads; }
+int threads_of(const DecodeConfig& c) { return c.warps * 32; }
+int threads_of(const SmallConfig& c) { return small_kernel(c.kernel).threads; }
 
 int shared_of(const ForwardConfig& c) {
   const int bias_size = has(c.terms, Terms::wide_bias) ? 4 : 2;
@@ -266,6 +303,13 @@ int shared_of(const DbiasConfig& c) {
   const int rest = (2 * c.block + c.block * (c.block + 1)) * 4;
   return (2 * c.block * (c.head_dim + c.head_dim_v) * 2 + rest + 127) / 128 * 128;
 }
+int shared_of(const DecodeConfig& c) {
+  const int ring = c.warps * c.stages * c.keys * (c.head_dim + c.head_dim_v) * 2;
+  const int joined = c.warps * c.block_m * (c.head_dim_v + 8) * 4;
+  const int states = (c.warps + 1) * c.block_m * 8;
+  const auto padded = [](int bytes) { return (bytes + 127) / 128 * 128; };
+  return padded(padded(std::max(ring, joined)) + c.block_m * c.head_dim * 2 + states);
+}
 int shared_of(const SmallConfig&) { return 0; }
 
 ForwardConfig forward_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
@@ -298,6 +342,13 @@ BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_d
                         aligned,     terms};
   if (shared_of(config) > limits.shared_per_block) config.stages = 1;
   return config;
+}
+DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
+                           std::int64_t rows, bool aligned) {
+  const DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
+  const int block_m = rows <= 16 ? 16 : tiles.block_m;
+  return {type,       tile_width(head_dim), tile_width(head_dim_v), block_m, tiles.warps,
+          tiles.keys, tiles.stages,         tiles.per_sm,           1,       aligned};
 }
 DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
                          bool aligned) {
@@ -404,6 +455,9 @@ std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
       return problem.num_heads_q;
     case Small::convert_dq:
       return problem.rows_q == 0 ? 0 : ceil_div(tiles_q(problem, 16) * problem.num_heads_q, dq_warps);
+    case Small::append:
+    case Small::combine:
+      break;  // plan/decode.h
   }
   return 0;
 }

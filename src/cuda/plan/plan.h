@@ -18,7 +18,7 @@ struct DeviceLimits {
 };
 
 // The kernels that are compiled for a type only.
-enum class Small : std::uint8_t { delta, dsinks, convert_dq };
+enum class Small : std::uint8_t { delta, dsinks, convert_dq, append, combine };
 struct SmallConfig {
   Small kernel;
   Half type;
@@ -30,18 +30,21 @@ struct SmallConfig {
 [[nodiscard]] std::string kernel_name(const BackwardConfig& config);
 [[nodiscard]] std::string kernel_name(const Sm90BackwardConfig& config);
 [[nodiscard]] std::string kernel_name(const DbiasConfig& config);
+[[nodiscard]] std::string kernel_name(const DecodeConfig& config);
 [[nodiscard]] std::string kernel_name(const SmallConfig& config);
 [[nodiscard]] std::string program_text(const ForwardConfig& config);
 [[nodiscard]] std::string program_text(const Sm90ForwardConfig& config);
 [[nodiscard]] std::string program_text(const BackwardConfig& config);
 [[nodiscard]] std::string program_text(const Sm90BackwardConfig& config);
 [[nodiscard]] std::string program_text(const DbiasConfig& config);
+[[nodiscard]] std::string program_text(const DecodeConfig& config);
 [[nodiscard]] std::string program_text(const SmallConfig& config);
 [[nodiscard]] int threads_of(const ForwardConfig& config);
 [[nodiscard]] int threads_of(const Sm90ForwardConfig& config);
 [[nodiscard]] int threads_of(const BackwardConfig& config);
 [[nodiscard]] int threads_of(const Sm90BackwardConfig& config);
 [[nodiscard]] int threads_of(const DbiasConfig& config);
+[[nodiscard]] int threads_of(const DecodeConfig& config);
 [[nodiscard]] int threads_of(const SmallConfig& config);
 // Bytes of dynamic shared memory. The program asserts that it is its struct's size.
 [[nodiscard]] int shared_of(const ForwardConfig& config);
@@ -49,6 +52,7 @@ struct SmallConfig {
 [[nodiscard]] int shared_of(const BackwardConfig& config);
 [[nodiscard]] int shared_of(const Sm90BackwardConfig& config);
 [[nodiscard]] int shared_of(const DbiasConfig& config);
+[[nodiscard]] int shared_of(const DecodeConfig& config);
 [[nodiscard]] int shared_of(const SmallConfig& config);
 
 // The config for tensors whose rows are, or are not, whole aligned pieces of 16 bytes.
@@ -58,6 +62,10 @@ struct SmallConfig {
                                              int head_dim_v, Terms terms, bool aligned);
 [[nodiscard]] DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                                        Terms terms, bool aligned);
+
+// rows: of a key head, the queries of a sequence by the heads of its group. Without a cluster.
+[[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
+                                         std::int64_t rows, bool aligned);
 
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);

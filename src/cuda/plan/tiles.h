@@ -20,11 +20,19 @@ struct BackwardTiles {
   bool kv_in_registers;
 };
 
+// Decode: 16 rows a tile, or block_m for more of them.
+struct DecodeTiles {
+  int head_dim;
+  int block_m;
+  int warps, keys, stages, per_sm;
+};
+
 // _terms: where the score has softcap, ALiBi or dropout, which want registers. _bias: a bias, which wants
 // shared memory, too; _both: a bias and others of them.
 struct TileTable {
   std::array<ForwardTiles, 5> forward, forward_terms, forward_bias, forward_both;
   std::array<BackwardTiles, 5> backward, backward_terms;
+  std::array<DecodeTiles, 5> decode;
 };
 
 // Hopper's forward kernel: the first row that has room for both. kernels/sm90/NOTES.md has the measurements.
@@ -131,6 +139,12 @@ inline constexpr TileTable sm90_tiles = {
        {128,       32,      64,     1,     1,      2,          2,      false},
        {192,       32,      64,     2,     1,      2,          1,      false},
        {256,       32,      64,     2,     1,      2,          1,      false}}},
+    //  head_dim  block_m  warps  keys  stages  per_sm
+    {{ { 64,       32,     4,     32,   3,      2},
+       { 96,       32,     4,     16,   4,      2},
+       {128,       32,     4,     16,   3,      2},
+       {192,       16,     4,     16,   2,      2},
+       {256,       16,     4,     16,   3,      1}}},
 };
 // Those with 100 KB of shared memory: sm_86, sm_89, sm_120. Not timed either.
 inline constexpr TileTable small_tiles = {
@@ -164,6 +178,11 @@ inline constexpr TileTable small_tiles = {
        {128,       32,      64,     1,     1,      2,          1,      false},
        {192,       32,      64,     2,     1,      2,          1,      false},
        {256,       32,      32,     2,     1,      2,          1,      false}}},
+    {{ { 64,       32,     4,     16,   2,      2},
+       { 96,       32,     4,     16,   2,      1},
+       {128,       32,     4,     16,   2,      1},
+       {192,       16,     2,     16,   3,      1},
+       {256,       16,     2,     16,   2,      1}}},
 };
 // clang-format on
 
@@ -174,6 +193,9 @@ inline constexpr TileTable sm80_tiles = [] {
   table.forward_terms[1].block_n = table.forward_terms[2].block_n = 32;
   table.forward_bias = table.forward_both;
   table.backward[2].dq_warps_m = 2;
+  table.decode[0].stages = table.decode[2].stages = table.decode[4].stages = 2;
+  table.decode[1].stages = 2;
+  table.decode[3].per_sm = 1;
   return table;
 }();
 

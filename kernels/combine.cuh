@@ -1,0 +1,55 @@
+// Decode's last kernel: the splits of a sequence's keys become one.
+#pragma once
+
+#include "ptx/launch.cuh"
+#include "tile/states.cuh"
+
+namespace tessera {
+
+// A warp has a row of a tile.
+template <Half type, int threads>
+__device__ void combine(const DecodeParams& params) {
+  ptx::let_next_begin();
+  ptx::wait_for_earlier();
+  const AttentionParams& a = params.attention;
+  const unsigned number = ptx::block_index() * (threads / 32) + threadIdx.x / 32;
+  const unsigned tile_number = number / params.partial_rows,
+                 sequence_tile = params.head_tiles_k.quotient(tile_number);
+  const int r = number % params.partial_rows, b = params.split_tiles.quotient(sequence_tile);
+  if (b >= a.batch) return;
+  const tile::DecodeTile tile(params, b, params.split_tiles.remainder(sequence_tile),
+                              params.head_tiles_k.remainder(tile_number));
+  const auto [query, h, there] = tile.row(params, r);
+  if (!there) return;
+  const int seqlen_q = tile.sequence.seqlen_q;
+  const int seen = static_cast<int>(params.mask(tile.sequence).keys_of_any({0, seqlen_q}).size());
+  const int count = params.splits(seqlen_q, seen).count;
+  if (count == 1) return;   // its block has written o
+  constexpr int parts = 8;  // at a time
+  const int lane = threadIdx.x % 32;
+  const long long first_row = tile.partial_row(params, 0) + r;
+  const auto row_of = [&](int split) { return first_row + 1LL * split * params.partial_rows; };
+  const auto state_of = [&](int split) {
+    return reinterpret_cast<const float2*>(params.state_partial)[row_of(split)];
+  };
+  float most = -ptx::infinity;
+  for (int i = lane; i < count; i += 32) most = fmaxf(most, state_of(i).x);
+  for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+  for (int col = lane * 4; col < a.head_dim_v; col += 128) {
+    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < count; i += parts) {
+      tile::add_parts<parts>(
+          o, sum, most, count - i, [&](int s) { return state_of(i + s); },
+          [&](int s) {
+            return *reinterpret_cast<const float4*>(params.o_partial + row_of(i + s) * params.partial_cols +
+                                                    col);
+          });
+    }
+    tile::store_row<type>(a, b, tile.sequence.q_begin + query, h, col, o,
+                          tile::end_row<type>(a, h, {most, sum}));
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,118 @@
+// The arguments of the GPU kernels of decode, as launch fills them and device code reads them.
+#pragma once
+
+#include "core/attention_params.h"
+
+namespace tessera {
+
+// cos or sin: row `position`, rotary_dim / 2 of them.
+struct AnglesArg {
+  const void* data;
+  long long row;  // stride
+  bool wide;
+};
+
+// One sequence of the batch, as Sequence in core/problem.h. Its key j is in slot k_begin + j.
+struct DecodeSequence {
+  int q_begin, allocated_q, seqlen_q;  // rows from seqlen_q on belong to no sequence: padding
+  int k_begin, seqlen_k;
+  int before;  // slots in use before the append
+  int new_begin, seqlen_new;
+};
+
+// A part of a sequence's keys, as core/split.h has it, in 32 bits.
+struct DecodeSplits {
+  int keys, count;
+};
+
+// Work is cut into tiles of `queries` queries by `heads` of the query heads that share a key head, and those
+// by splits of the keys: block (tile * head_tiles_k + head tile) * most_splits + split.
+struct DecodeParams {
+  AttentionParams attention;  // k and v are the cache, cu_seqlens_k those of k_new, bias and dropout are none
+
+  const int* seqlens;
+  const int* page_table;  // null: contiguous
+  long long page_table_row;
+  Divisor page_size;
+  int blocks;  // pages, or rows of the cache
+  const int *batch_idx, *leftpad;
+  RowsArg k_new, v_new;
+  int rows_new;
+  AnglesArg cos, sin;
+  int positions;   // rows of cos and sin
+  int rotary_dim;  // 0: nothing turns
+  bool interleaved;
+  bool ordered;  // query i stands i positions behind the first; else all stand where it does
+
+  int max_seqlen_k;
+  int queries, heads;    // of a tile
+  Divisor tile_heads;    // by `heads`
+  Divisor head_tiles;    // of a key head
+  Divisor head_tiles_k;  // of all key heads
+  Divisor tiles;         // of a sequence, unless packed
+  Divisor parts;         // num_splits, or how many there are at most by themselves
+  int split_unit, split_fewest;
+  int split_queries;  // a sequence of more is not split
+  Divisor most_splits;
+  // The workspace, of sequences of several splits: split s of row r of a tile is row
+  // (partial tile * most_splits + s) * partial_rows + r. state: reference and sum.
+  Divisor split_tiles;  // of a sequence of split_queries
+  int partial_rows, partial_cols;
+  float *o_partial, *state_partial;
+
+  // Lengths on a GPU cannot be validated: whatever they are, nothing outside the tensors is touched.
+  [[nodiscard]] TESSERA_HD DecodeSequence sequence(int b) const {
+    const AttentionParams& a = attention;
+    DecodeSequence s{0, a.rows_q, 0, 0, 0, 0, 0, 0};
+    const auto clamp = [](int x, int low, int high) { return AttentionParams::clamp(x, low, high); };
+    if (a.packed()) {
+      s.q_begin = clamp(a.cu_seqlens_q[b], 0, a.rows_q);
+      s.allocated_q =
+          (b == a.batch ? a.rows_q : clamp(a.cu_seqlens_q[b + 1], s.q_begin, a.rows_q)) - s.q_begin;
+    }
+    if (b == a.batch) return s;  // the rows behind the last
+    s.seqlen_q = s.allocated_q;
+    s.before = clamp(seqlens[b], 0, a.rows_k);
+    s.seqlen_new = rows_new;
+    if (rows_new > 0 && a.packed()) {
+      s.new_begin = clamp(a.cu_seqlens_k[b], 0, rows_new);
+      s.seqlen_new = clamp(a.cu_seqlens_k[b + 1], s.new_begin, rows_new) - s.new_begin;
+    }
+    s.seqlen_new = clamp(s.seqlen_new, 0, a.rows_k - s.before);
+    s.k_begin = leftpad == nullptr ? 0 : clamp(leftpad[b], 0, s.before);
+    s.seqlen_k = clamp(s.before + s.seqlen_new - s.k_begin, 0, max_seqlen_k);
+    return s;
+  }
+  [[nodiscard]] TESSERA_HD Mask mask(const DecodeSequence& s) const {
+    return {s.seqlen_q, s.seqlen_k, attention.window_left, attention.window_right,
+            0LL + s.seqlen_k - s.seqlen_q};
+  }
+  // Splits::of(seen, ...), where `seen` keys are those that some query of the sequence sees.
+  [[nodiscard]] TESSERA_HD constexpr DecodeSplits splits(int seqlen_q, int seen) const {
+    if (seqlen_q > split_queries) return {seen < 1 ? 1 : seen, 1};
+    const auto n = static_cast<unsigned>(seen);
+    const auto unit = static_cast<unsigned>(split_unit);
+    unsigned keys = parts.quotient(n) + (parts.remainder(n) != 0 ? 1 : 0);
+    keys = (keys + unit - 1) / unit * unit;
+    if (keys < static_cast<unsigned>(split_fewest)) keys = static_cast<unsigned>(split_fewest);
+    const unsigned count = (n + keys - 1) / keys;
+    return {static_cast<int>(keys), count < 1 ? 1 : static_cast<int>(count)};
+  }
+  // Where a slot of a sequence lies: k.batch * block + k.seq * slot.
+  struct Slot {
+    int block, slot;
+  };
+  [[nodiscard]] TESSERA_HD Slot slot(int b, int s) const {
+    if (page_table == nullptr)
+      return {batch_idx == nullptr ? b : AttentionParams::clamp(batch_idx[b], 0, blocks - 1), s};
+    const unsigned page = page_size.quotient(static_cast<unsigned>(s));
+    return {AttentionParams::clamp(page_table[b * page_table_row + page], 0, blocks - 1),
+            static_cast<int>(page_size.remainder(static_cast<unsigned>(s)))};
+  }
+  // The row of cos and sin of a query; a new key's is its slot.
+  [[nodiscard]] TESSERA_HD int query_position(const DecodeSequence& s, int query) const {
+    return AttentionParams::clamp(s.before + (ordered ? query : 0), 0, positions - 1);
+  }
+};
+
+}  // namespace tessera

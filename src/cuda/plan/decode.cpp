@@ -1,0 +1,136 @@
+#include "cuda/plan/decode.h"
+
+#include <algorithm>
+
+#include "core/mask.h"
+
+namespace tessera::cuda {
+namespace {
+
+// Parts of a sequence: multiples of 64 keys, by themselves at least 256, and so many that a sequence alone
+// fills a GPU, whatever the number of its key heads. kernels/sm80/NOTES.md has the measurements.
+constexpr std::int64_t split_unit = 64, split_fewest = 256, split_rows = 256;
+constexpr std::int64_t fewest_parts = 8, most_parts = 64, most_given_parts = 128, parts_of_all_heads = 128;
+constexpr std::int64_t workspace_step = 256;  // bytes
+
+std::int64_t ceil_div(std::int64_t x, std::int64_t y) { return (x + y - 1) / y; }
+
+RowsArg rows_arg(const View& view) {
+  return {view.data, view.batch, view.seq, view.head, view.dtype == DType::float32, rows_aligned(view)};
+}
+AnglesArg angles_arg(const View& view) { return {view.data, view.seq, view.dtype == DType::float32}; }
+
+std::int64_t round_to_power(std::int64_t x) {
+  std::int64_t power = 1;
+  while (power < x) power *= 2;
+  return power;
+}
+
+}  // namespace
+
+DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem) {
+  const std::int64_t group = problem.group_size, longest = std::max<std::int64_t>(problem.max_seqlen_q, 1);
+  DecodeCut cut;
+  cut.head_tiles = ceil_div(group, config.block_m);
+  cut.heads = ceil_div(group, cut.head_tiles);
+  cut.head_tiles = ceil_div(group, cut.heads);
+  cut.head_tiles_k = cut.head_tiles * problem.num_heads_k;
+  cut.queries = std::min(config.block_m / cut.heads, longest);
+  cut.tiles = std::max<std::int64_t>(ceil_div(problem.rows_q, cut.queries), 1);
+  cut.all_tiles = problem.rows_q == 0 ? 0
+                                      : count_tiles(problem.batch, static_cast<int>(problem.rows_q),
+                                                    problem.packed, static_cast<int>(cut.queries));
+  const std::int64_t given = std::min(problem.cache.num_splits, most_given_parts);
+  const std::int64_t automatic = std::clamp(
+      parts_of_all_heads / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
+  cut.parts = given > 0 ? given : automatic;
+  cut.rule = {split_unit, split_fewest, automatic};
+  cut.split_queries = given > 0 ? longest : std::min(longest, std::max<std::int64_t>(split_rows / group, 1));
+  const bool none = !problem.packed && longest > cut.split_queries;
+  cut.most_splits = none ? 1 : Splits::most(problem.max_seqlen_k, given, cut.rule);
+  if (config.cluster > 1) cut.most_splits = config.cluster;
+  cut.split_tiles = ceil_div(cut.split_queries, cut.queries);
+  return cut;
+}
+
+DecodeWorkspace decode_workspace(const DecodeConfig& config, const Problem& problem) {
+  if (config.cluster > 1) return {};
+  const DecodeCut cut = decode_cut(config, problem);
+  const std::int64_t rows = cut.partial_tiles(problem.batch) * cut.most_splits * cut.partial_rows();
+  const auto padded = [](std::int64_t bytes) { return ceil_div(bytes, workspace_step) * workspace_step; };
+  DecodeWorkspace w;
+  w.state = padded(rows * config.head_dim_v * 4);
+  w.end = w.state + padded(rows * 2 * 4);
+  return w;
+}
+
+DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, bool clusters) {
+  const bool aligned = problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0 && rows_aligned(problem.q) &&
+                       rows_aligned(problem.k) && rows_aligned(problem.v);
+  DecodeConfig config =
+      decode_config(limits, problem.dtype == DType::bfloat16 ? Half::bfloat16 : Half::float16,
+                    static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v),
+                    problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned);
+  const std::int64_t splits = decode_cut(config, problem).most_splits;
+  if (clusters && splits > 1 && splits <= most_cluster)
+    config.cluster = static_cast<int>(round_to_power(splits));
+  return config;
+}
+
+DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
+                           const AttentionParams& attention) {
+  const DecodeCut cut = decode_cut(config, problem);
+  const Cache& cache = problem.cache;
+  const auto divisor = [](std::int64_t x) { return Divisor(static_cast<unsigned>(x)); };
+  DecodeParams p{};
+  p.attention = attention;
+  if (cache.blocks == 0) p.attention.rows_k = 0;
+  p.seqlens = cache.seqlens;
+  p.page_table = cache.page_table;
+  p.page_table_row = cache.page_table_row;
+  p.page_size = divisor(std::max<std::int64_t>(cache.page_size, 1));
+  p.blocks = static_cast<int>(std::min<std::int64_t>(cache.blocks, (std::int64_t{1} << 31) - 1));
+  p.batch_idx = cache.batch_idx;
+  p.leftpad = cache.leftpad;
+  p.k_new = rows_arg(cache.k_new);
+  p.v_new = rows_arg(cache.v_new);
+  p.rows_new = cache.k_new.given() ? static_cast<int>(cache.rows_new) : 0;
+  p.cos = angles_arg(cache.cos);
+  p.sin = angles_arg(cache.sin);
+  p.positions = static_cast<int>(std::min<std::int64_t>(cache.positions, (std::int64_t{1} << 31) - 1));
+  p.rotary_dim = cache.positions > 0 ? static_cast<int>(cache.rotary_dim) : 0;
+  p.interleaved = cache.interleaved;
+  p.ordered = problem.window_left < Mask::unbounded || problem.window_right < Mask::unbounded;
+  p.max_seqlen_k = static_cast<int>(problem.max_seqlen_k);
+  p.queries = static_cast<int>(cut.queries);
+  p.heads = static_cast<int>(cut.heads);
+  p.tile_heads = divisor(cut.heads);
+  p.head_tiles = divisor(cut.head_tiles);
+  p.head_tiles_k = divisor(cut.head_tiles_k);
+  p.tiles = divisor(cut.tiles);
+  p.parts = divisor(cut.parts);
+  p.split_unit = static_cast<int>(cut.rule.unit);
+  p.split_fewest = static_cast<int>(problem.cache.num_splits > 0 ? cut.rule.unit : cut.rule.fewest);
+  p.split_queries = static_cast<int>(cut.split_queries);
+  p.most_splits = divisor(cut.most_splits);
+  p.split_tiles = divisor(cut.split_tiles);
+  p.partial_rows = static_cast<int>(cut.partial_rows());
+  p.partial_cols = config.head_dim_v;
+  return p;
+}
+
+std::int64_t blocks_of(const DecodeConfig& config, const Problem& problem) {
+  return decode_cut(config, problem).blocks();
+}
+std::int64_t append_blocks(const Problem& problem) {
+  if (!problem.cache.k_new.given() || problem.cache.blocks == 0) return 0;
+  return (problem.packed ? 1 : problem.batch) * problem.cache.rows_new;
+}
+std::int64_t combine_blocks(const DecodeConfig& config, const Problem& problem) {
+  if (config.cluster > 1) return 0;
+  const DecodeCut cut = decode_cut(config, problem);
+  const int rows = threads_of(SmallConfig{Small::combine, config.type}) / 32;
+  return ceil_div(cut.partial_tiles(problem.batch) * cut.partial_rows(), rows);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,52 @@
+// Decode on a GPU: how its work is cut into blocks of threads. Pure functions, no GPU needed.
+#pragma once
+
+#include "core/decode_params.h"
+#include "core/split.h"
+#include "cuda/plan/plan.h"
+
+namespace tessera::cuda {
+
+// Hopper's clusters have at most this many blocks.
+inline constexpr std::int64_t most_cluster = 16;
+
+// A tile is `queries` queries by `heads` of the heads that share a key head. All by bounds: lengths are the
+// device's.
+struct DecodeCut {
+  std::int64_t queries = 1, heads = 1;
+  std::int64_t head_tiles = 1, head_tiles_k = 1;  // of a key head, of all of them
+  std::int64_t tiles = 1;                         // of a sequence, unless packed
+  std::int64_t all_tiles = 0;                     // of all sequences, of one head tile
+  std::int64_t parts = 1;                         // that a sequence is cut into, at most
+  Splits::Rule rule;
+  std::int64_t split_queries = 0;  // a sequence of more is not split
+  std::int64_t most_splits = 1;
+  std::int64_t split_tiles = 1;  // of a sequence of split_queries
+
+  [[nodiscard]] std::int64_t blocks() const { return all_tiles * head_tiles_k * most_splits; }
+  [[nodiscard]] std::int64_t partial_tiles(std::int64_t batch) const {
+    return most_splits == 1 ? 0 : batch * split_tiles * head_tiles_k;
+  }
+  [[nodiscard]] std::int64_t partial_rows() const { return queries * heads; }
+};
+[[nodiscard]] DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem);
+
+// In bytes from its start; nothing where no sequence is split, or where a cluster joins the splits.
+struct DecodeWorkspace {
+  std::int64_t state = 0, end = 0;  // o stands first
+};
+[[nodiscard]] DecodeWorkspace decode_workspace(const DecodeConfig& config, const Problem& problem);
+
+// clusters: where Hopper's clusters can join the splits, they shall.
+[[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, bool clusters);
+
+// Everything but the pointers into the workspace. attention: the tensors'.
+[[nodiscard]] DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
+                                         const AttentionParams& attention);
+
+// Blocks of the grids of the main kernel, of append and of combine.
+[[nodiscard]] std::int64_t blocks_of(const DecodeConfig& config, const Problem& problem);
+[[nodiscard]] std::int64_t append_blocks(const Problem& problem);
+[[nodiscard]] std::int64_t combine_blocks(const DecodeConfig& config, const Problem& problem);
+
+}  // namespace tessera::cuda

@@ -1,0 +1,139 @@
+// How decode's work is cut for a GPU: pure functions, no GPU.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <vector>
+
+#include "cuda/plan/decode.h"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr DeviceLimits hopper{90, 227 << 10, 132};
+
+Problem problem_of(std::int64_t batch, std::int64_t heads_q, std::int64_t heads_k, std::int64_t seqlen_q,
+                   std::int64_t room) {
+  Problem p;
+  p.direction = Direction::decode;
+  p.dtype = DType::bfloat16;
+  p.batch = batch;
+  p.num_heads_q = heads_q;
+  p.num_heads_k = heads_k;
+  p.group_size = heads_q / heads_k;
+  p.head_dim = p.head_dim_v = 128;
+  p.rows_q = p.max_seqlen_q = seqlen_q;
+  p.rows_k = p.max_seqlen_k = room;
+  p.cache.blocks = batch;
+  return p;
+}
+
+// The parts are those of core/split.h, worked out in 32 bits.
+TEST(DecodePlan, SplitsAreThoseOfCore) {
+  for (const std::int64_t given : {0, 1, 2, 7, 16, 100, 65536}) {
+    for (const std::int64_t heads : {1, 8, 64}) {
+      Problem p = problem_of(2, heads, heads, 1, 1 << 20);
+      p.cache.num_splits = given;
+      const DecodeConfig config = decode_config(hopper, p, false);
+      const DecodeCut cut = decode_cut(config, p);
+      const DecodeParams params = decode_params(config, p, {});
+      for (const int keys : {0, 1, 63, 64, 255, 256, 257, 1000, 4096, 65535, 1 << 20}) {
+        const Splits expected = Splits::of(keys, std::min<std::int64_t>(given, 128), cut.rule);
+        const DecodeSplits splits = params.splits(1, keys);
+        ASSERT_EQ(splits.keys, expected.keys) << keys << " keys, " << given;
+        ASSERT_EQ(splits.count, expected.count) << keys << " keys, " << given;
+        ASSERT_LE(splits.count, cut.most_splits);
+      }
+      EXPECT_EQ(params.splits(static_cast<int>(cut.split_queries) + 1, 5000).count, 1);
+    }
+  }
+}
+
+// Every (query, head) is in exactly one row of one tile.
+TEST(DecodePlan, TilesHaveEveryRowOnce) {
+  for (const std::int64_t group : {1, 2, 5, 8, 15, 16, 17, 24, 40, 71}) {
+    for (const std::int64_t seqlen_q : {1, 2, 3, 16, 33}) {
+      const Problem p = problem_of(1, 2 * group, 2, seqlen_q, 1000);
+      const DecodeConfig config = decode_config(hopper, p, false);
+      const DecodeCut cut = decode_cut(config, p);
+      ASSERT_LE(cut.partial_rows(), config.block_m);
+      std::set<std::pair<std::int64_t, std::int64_t>> rows;
+      for (std::int64_t tile = 0; tile < cut.tiles; ++tile) {
+        for (std::int64_t head_tile = 0; head_tile < cut.head_tiles; ++head_tile) {
+          for (std::int64_t r = 0; r < cut.partial_rows(); ++r) {
+            const std::int64_t query = tile * cut.queries + r / cut.heads,
+                               head = head_tile * cut.heads + r % cut.heads;
+            if (query < seqlen_q && head < group) ASSERT_TRUE(rows.insert({query, head}).second);
+          }
+        }
+      }
+      EXPECT_EQ(static_cast<std::int64_t>(rows.size()), seqlen_q * group);
+    }
+  }
+}
+
+TEST(DecodePlan, ALongSequenceAloneFillsAGpu) {
+  for (const std::int64_t heads_k : {1, 2, 4, 8, 16, 32}) {
+    const Problem p = problem_of(1, 32, heads_k, 1, 65536);
+    EXPECT_GE(blocks_of(decode_config(hopper, p, false), p), heads_k == 1 ? 64 : 128) << heads_k;
+  }
+}
+
+// Whatever the lengths, the workspace has room for the rows of every split.
+TEST(DecodePlan, TheWorkspaceHasRoomForEverySplit) {
+  for (const bool packed : {false, true}) {
+    for (const std::int64_t given : {0, 5}) {
+      for (const std::int64_t seqlen_q : {1, 3, 100}) {
+        Problem p = problem_of(3, 8, 2, seqlen_q, 10000);
+        p.packed = packed;
+        p.cache.num_splits = given;
+        const DecodeConfig config = decode_config(hopper, p, false);
+        const DecodeCut cut = decode_cut(config, p);
+        const DecodeWorkspace w = decode_workspace(config, p);
+        const std::int64_t tiles = 3 * cut.split_tiles * cut.head_tiles_k;
+        const std::int64_t rows = cut.most_splits == 1 ? 0 : tiles * cut.most_splits * cut.partial_rows();
+        EXPECT_GE(w.state, rows * 128 * 4);
+        EXPECT_GE(w.end - w.state, rows * 8);
+        EXPECT_EQ(w.state % 256, 0);
+        const std::int64_t combined = combine_blocks(config, p) * 4;
+        EXPECT_GE(combined, rows / std::max<std::int64_t>(cut.most_splits, 1));
+      }
+    }
+  }
+}
+
+TEST(DecodePlan, ClustersWhereTheSplitsFitOne) {
+  const Problem p = problem_of(1, 32, 8, 1, 65536);
+  const DecodeConfig config = decode_config(hopper, p, true);
+  EXPECT_EQ(config.cluster, 16);
+  EXPECT_EQ(decode_workspace(config, p).end, 0);
+  EXPECT_EQ(combine_blocks(config, p), 0);
+  EXPECT_EQ(blocks_of(config, p) % config.cluster, 0);
+  const Problem one_head = problem_of(1, 32, 1, 1, 65536);
+  EXPECT_EQ(decode_config(hopper, one_head, true).cluster, 1);
+  const Problem brief = problem_of(1, 32, 8, 1, 100);
+  EXPECT_EQ(decode_config(hopper, brief, true).cluster, 1);
+  EXPECT_EQ(decode_workspace(decode_config(hopper, brief, true), brief).end, 0);
+}
+
+// Nothing outside the tensors is touched, whatever the device's lengths and tables say.
+TEST(DecodePlan, LengthsAndPagesAreHeldToTheTensors) {
+  const std::vector<std::int32_t> lengths = {-5, 2000, 100}, idx = {-1, 7, 2}, pad = {3, 5000, -1};
+  Problem p = problem_of(3, 8, 2, 1, 1000);
+  p.cache.seqlens = lengths.data();
+  p.cache.batch_idx = idx.data();
+  p.cache.leftpad = pad.data();
+  AttentionParams attention{};
+  attention.batch = 3;
+  attention.rows_q = 1;
+  attention.rows_k = 1000;
+  const DecodeParams params = decode_params(decode_config(hopper, p, false), p, attention);
+  EXPECT_EQ(params.sequence(0).seqlen_k, 0);
+  EXPECT_EQ(params.sequence(1).before, 1000);
+  EXPECT_EQ(params.sequence(1).seqlen_k, 0);  // all of it is padding
+  EXPECT_EQ(params.sequence(2).seqlen_k, 100);
+  EXPECT_EQ(params.slot(0, 5).block, 0);
+  EXPECT_EQ(params.slot(1, 5).block, 2);
+}
+
+}  // namespace
+}  // namespace tessera::cuda
