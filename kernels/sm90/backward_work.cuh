@@ -234,14 +234,14 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
     const SequenceArg& sequence = work.sequence;
 #pragma unroll 1
     for (Steps at(params, work); at.more(); at.next()) {
-      const RingPlace row = ring_at<C.row_stages()>(at.step());
       const int first_query = at.m_block * C.block_m, queries = sequence.seqlen_q - first_query;
       // All loads before the first store: one after the other they would take longer than a step.
       const int first_row = sequence.q_begin + first_query;
-      Rows<C.block_m> lse(tile::lse_of_row(params, work.b, at.h, first_row), params.lse.seq, queries,
-                          ptx::infinity);
       const Rows<C.block_m> delta(params.delta + tile::delta_index(params, work.b, at.h, first_row), 1,
                                   queries, 0.0f);
+      Rows<C.block_m> lse(tile::lse_of_row(params, work.b, at.h, first_row), params.lse.seq, queries,
+                          ptx::infinity);
+      const RingPlace row = ring_at<C.row_stages()>(at.step());
       ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
 #pragma unroll
       for (float& x : lse.of_lane) x = tile::lse_for_p<C.terms>(x);

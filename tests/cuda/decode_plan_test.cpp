@@ -62,7 +62,9 @@ TEST(DecodePlan, TilesHaveEveryRowOnce) {
           for (std::int64_t r = 0; r < cut.partial_rows(); ++r) {
             const std::int64_t query = tile * cut.queries + r / cut.heads,
                                head = head_tile * cut.heads + r % cut.heads;
-            if (query < seqlen_q && head < group) ASSERT_TRUE(rows.insert({query, head}).second);
+            if (query < seqlen_q && head < group) {
+              ASSERT_TRUE(rows.insert({query, head}).second);
+            }
           }
         }
       }
