@@ -37,7 +37,8 @@ INSTRUCTIONS = ("cute/arch/", "cutlass/arch/")
 # The headers of core that are embedded for NVRTC (src/cuda/embed.cmake).
 SHARED_CORE = (
     "core/attention_config.h",
-    "core/attention_params.h", "core/decode_params.h",
+    "core/attention_params.h",
+    "core/decode_params.h",
     "core/host_device.h",
     "core/mask.h",
     "core/philox.h",

@@ -144,7 +144,8 @@ struct DecodeRows {
         const Range keys = mask.keys_of_row(query);
         begin[i][half] = static_cast<int>(keys.begin);
         end[i][half] = min(static_cast<int>(keys.end), past);
-        slope[i][half] = a.alibi_slopes != nullptr && there
+        // Rows behind a packed batch are of no sequence.
+        slope[i][half] = a.alibi_slopes != nullptr && there && query < tile.sequence.seqlen_q
                              ? a.alibi_slopes[tile.b * a.alibi_batch + h * a.alibi_head] * ptx::log2_e
                              : 0.0f;
         position[i][half] = static_cast<float>(query + tile.sequence.seqlen_k - tile.sequence.seqlen_q);
@@ -421,6 +422,7 @@ __device__ void decode(const DecodeParams& params) {
             [&](int s) { return ptx::load_cluster_four(ptx::cluster_address(columns, s)); });
       });
     }
+    __syncwarp();
     ptx::meet_cluster();  // nobody leaves while another reads
 #endif
   }

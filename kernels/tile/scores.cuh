@@ -122,13 +122,14 @@ struct DropoutShared<false, threads, m, n> {};
 // two.
 //
 // It is tanh to 2e-6 of itself while softmax_scale * s <= 0.32 softcap, and falls without bound below -0.32
-// softcap, where tanh does not. That does not show if the row has a score of -2 or more: then such a key's p
-// is off by less than 1e-7 of the largest, for softcap >= 30. -inf stays -inf.
+// softcap, where tanh does not. That does not show if the row has a score of 0 or more: then such a key's p
+// is off by less than 1e-8 of the largest, for softcap >= 30; from 40 on, if it has one of -2 or more. -inf
+// stays -inf.
 struct CapInExponent {
   static constexpr float up_to = 0.32f;
-  static constexpr float least = -2.0f * ptx::log2_e;  // that a row's largest score may be
   float inner, c0, c1, c2;
   bool possible;
+  float least;    // that a row's largest score may be
   float highest;  // what it makes of the largest score that it is for; it rises with the score
 
   __device__ explicit CapInExponent(const AttentionParams& params)
@@ -138,6 +139,7 @@ struct CapInExponent {
         c2(0.12541972f * params.scale_log2 * (inner * inner) * (inner * inner)),
         // The coefficients are powers of inner.
         possible(params.softcap >= 30.0f && inner > 1e-6f && inner < 1e3f),
+        least(params.softcap >= 40.0f ? -2.0f * ptx::log2_e : 0.0f),
         highest(up_to / inner * factor(up_to / inner)) {}
 
   [[nodiscard]] __device__ __forceinline__ float factor(float s) const {

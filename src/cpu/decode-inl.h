@@ -544,8 +544,9 @@ HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout
     }
     return;
   }
+  // Heads lie side by side, without a row to spare.
   for (std::int64_t h = 0; h < kv_heads.size(); ++h)
-    start_rows(work.task(kv_heads.begin + h), scratch.from(h * cut.rows), work.rows, split == 0);
+    start_rows(work.task(kv_heads.begin + h), scratch.from(h * cut.rows), work.rows, split == 0, 1);
   if (!work.keys.empty()) stream_task(work, scratch);
   for (std::int64_t h = 0; h < kv_heads.size(); ++h)
     finish_head(work, scratch.from(h * cut.rows), kv_heads.begin + h);

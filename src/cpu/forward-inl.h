@@ -197,10 +197,12 @@ HWY_NOINLINE void softmax_tile(const TaskRows& task, const ForwardScratch& scrat
   }
 }
 
-// The state before the first key: nothing seen, or with sinks (if they are this task's to count) the sink.
-HWY_INLINE void start_rows(const TaskRows& task, const ForwardScratch& scratch, Range rows, bool with_sinks) {
+// The state before the first key: nothing seen, or with sinks (if they are this task's to count) the sink. Of
+// as many rows as a product takes at once, or of these alone.
+HWY_INLINE void start_rows(const TaskRows& task, const ForwardScratch& scratch, Range rows, bool with_sinks,
+                           std::int64_t unit = row_unit) {
   const bool sunk = with_sinks && task.problem.sinks != nullptr;
-  const std::int64_t spare = round_up(rows.size(), row_unit);
+  const std::int64_t spare = round_up(rows.size(), unit);
   std::fill(scratch.row_max, scratch.row_max + spare, -infinity);
   zero_row(scratch.row_sum, spare * lanes);
   for (std::int64_t r = 0; sunk && r < rows.size(); ++r) {

@@ -166,6 +166,24 @@ TEST_P(DecodeOptions, Rotary) {
   }
 }
 
+// Many heads side by side in one task: none may touch another's state.
+TEST_P(DecodeOptions, ManyHeads) {
+  for (const std::int64_t group : {1, 4, 8}) {
+    for (const bool sinks : {false, true}) {
+      DecodeCase c;
+      c.cache_seqlens.assign(12, 90);
+      c.num_heads_k = 64 / group;
+      c.num_heads_q = 64;
+      c.head_dim = c.head_dim_v = 128;
+      c.dtype = c.o_dtype = DType::bfloat16;
+      c.magnitude = 30;  // rows whose largest score is far below 0 are among them
+      c.sinks = sinks;
+      c.threads = 1;
+      expect_right(c, text_of("group", group) + text_of("sinks", sinks));
+    }
+  }
+}
+
 TEST_P(DecodeOptions, RandomCases) {
   for (std::uint64_t seed = 1; seed <= 120; ++seed) {
     std::mt19937_64 random(seed);
