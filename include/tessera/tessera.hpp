@@ -175,7 +175,7 @@ struct Decode {
 };
 
 // Two results over different keys of the same queries to the one over all of them. All o and all lse have the
-// shapes of Forward's, dense or packed. o may be o_a itself, lse lse_a itself.
+// shapes of Forward's, dense or packed. o may be o_a or o_b itself, lse lse_a or lse_b.
 struct MergeStates {
   Tensor o_a, lse_a, o_b, lse_b;  // o: any floating dtype each; lse: float32
   Tensor o;                       // any floating dtype
