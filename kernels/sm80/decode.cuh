@@ -60,7 +60,7 @@ struct KeyCopy {
         seq(from.seq),
         valid_cols(width) {}
 
-  // paged: each row by its lane's place; else `first` is the first row's, and `rows` are there.
+  // paged: each row by its lane's place; else `place` is the first row's, and `rows` are there.
   __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
     const int lane = threadIdx.x % 32, row = lane / group, piece = lane % group;
     const unsigned address = ptx::shared_address(to.data);
@@ -254,6 +254,14 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
     for (int i = 0; i < m; ++i) held_q[i].read(read_q_tile, i * 16);
   }
 
+  const auto read_q = [&](tile::FragmentA& q, int i, int d) {
+    if constexpr (held) {
+      held_q[i].read_a(q, 0, d);
+    } else {
+      read_q_tile.read_a(q, i * 16, d);
+    }
+  };
+
   int stage = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -269,28 +277,7 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
     const tile::Matrices read_v(now.v, lanes_v);
     tile::FragmentC s[m][n];
     tile::clear(s);
-#pragma unroll
-    for (int d = 0; d < C.head_dim; d += 16) {
-      tile::FragmentA q[m];
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
-        if constexpr (held) {
-          held_q[i].read_a(q[i], 0, d);
-        } else {
-          read_q_tile.read_a(q[i], i * 16, d);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < n / 2; ++j) {
-        tile::FragmentA k;
-        read_k.read_b(k, j * 16, d);
-#pragma unroll
-        for (int i = 0; i < m; ++i) {
-          tile::multiply_add<C.type>(s[i][2 * j], q[i], k[0], k[1]);
-          tile::multiply_add<C.type>(s[i][2 * j + 1], q[i], k[2], k[3]);
-        }
-      }
-    }
+    tile::multiply_q_k<C.type, C.head_dim>(s, read_q, read_k);
     const bool whole = all.begin <= first_key && first_key + C.keys <= all.end && first_key + C.keys <= end;
     score(a, s, rows, first_key, whole);
     softmax.prepare(s, 1.0f, [&](int i, int half, float by) { softmax.shrink_rows(acc_o, i, half, by); });

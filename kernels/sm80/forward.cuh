@@ -29,28 +29,6 @@ struct ForwardShared : tile::BiasShared<C.terms, C.block_m, C.block_n>,
   };
 };
 
-// s += q k^T for the warp's rows.
-template <ForwardConfig C, int m, int n, class ReadQ, class ReadK>
-__device__ __forceinline__ void multiply_q_k(tile::FragmentC (&s)[m][n], const ReadQ& read_q,
-                                             const ReadK& read_k) {
-#pragma unroll
-  for (int d = 0; d < C.head_dim; d += 16) {
-    tile::FragmentA q[m];
-#pragma unroll
-    for (int i = 0; i < m; ++i) read_q(q[i], i, d);
-#pragma unroll
-    for (int j = 0; j < n / 2; ++j) {
-      tile::FragmentA k;
-      read_k.read_b(k, j * 16, d);
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
-        tile::multiply_add<C.type>(s[i][2 * j], q[i], k[0], k[1]);
-        tile::multiply_add<C.type>(s[i][2 * j + 1], q[i], k[2], k[3]);
-      }
-    }
-  }
-}
-
 // Which queries, of which head.
 struct ForwardWork {
   int b, h;
@@ -211,7 +189,7 @@ __device__ void forward(const AttentionParams& params) {
     tile::FragmentC s[m][n];
     constexpr auto by_keys = tile::Orientation::queries_by_keys;
     terms.template start<by_keys>(s, first_query + warp_row, first_key);
-    multiply_q_k<C>(s, read_q, read_k);
+    tile::multiply_q_k<C.type, C.head_dim>(s, read_q, read_k);
     const Mask mask = params.mask(sequence);
     const bool whole = mask.tile(first_query, first_key).sees_all(C.block_m, C.block_n);
     const auto hide = [&] {

@@ -204,6 +204,27 @@ __device__ __forceinline__ void multiply_step(FragmentC (&c)[m][n], const Fragme
   }
 }
 
+// s += q k^T for the warp's rows. read_q(q, i, d): 16 of the depth from d on, of the i-th 16 rows.
+template <Half type, int depth, int m, int n, class ReadQ, class ReadK>
+__device__ __forceinline__ void multiply_q_k(FragmentC (&s)[m][n], const ReadQ& read_q, const ReadK& read_k) {
+#pragma unroll
+  for (int d = 0; d < depth; d += 16) {
+    FragmentA q[m];
+#pragma unroll
+    for (int i = 0; i < m; ++i) read_q(q[i], i, d);
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) {
+      FragmentA k;
+      read_k.read_b(k, j * 16, d);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+        multiply_add<type>(s[i][2 * j], q[i], k[0], k[1]);
+        multiply_add<type>(s[i][2 * j + 1], q[i], k[2], k[3]);
+      }
+    }
+  }
+}
+
 // 16 rows of A, `depth` deep, kept in registers.
 template <int depth>
 struct HeldA {

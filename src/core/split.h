@@ -1,4 +1,5 @@
-// Into which parts decode cuts the keys of a sequence: the one definition. It depends on that sequence and
+// Into which parts decode cuts the keys of a sequence. DecodeParams::splits is the same in 32 bits, for a
+// GPU, and a test holds it against this (tests/cuda/decode_plan_test.cpp). It depends on that sequence and
 // the call's options alone, never on the batch or the machine's load, so that a sequence's result does not
 // either.
 #pragma once

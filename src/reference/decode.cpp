@@ -4,34 +4,14 @@
 #include <cmath>
 #include <limits>
 
-#include "core/half.h"
+#include "reference/numbers.h"
 
 namespace tessera::reference {
 namespace {
 
 using Index = std::int64_t;
 
-float load(const View& view, Index index) {
-  switch (view.dtype) {
-    case DType::float16:
-      return to_float(static_cast<const float16*>(view.data)[index]);
-    case DType::bfloat16:
-      return to_float(static_cast<const bfloat16*>(view.data)[index]);
-    default:
-      return static_cast<const float*>(view.data)[index];
-  }
-}
-
-float round_to(DType dtype, float x) {
-  switch (dtype) {
-    case DType::float16:
-      return to_float(from_float<float16>(x));
-    case DType::bfloat16:
-      return to_float(from_float<bfloat16>(x));
-    default:
-      return x;
-  }
-}
+float load(const View& view, Index index) { return reference::load(view.data, view.dtype, index); }
 
 std::vector<double> read_row(const View& view, Index b, Index s, Index h, Index width) {
   std::vector<double> row(width);

@@ -6,8 +6,8 @@
 #include <limits>
 #include <vector>
 
-#include "core/half.h"
 #include "core/philox.h"
+#include "reference/numbers.h"
 
 namespace tessera::reference {
 namespace {
@@ -15,28 +15,6 @@ namespace {
 using Index = std::int64_t;
 
 constexpr double minus_infinity = -std::numeric_limits<double>::infinity();
-
-float load(const void* data, DType dtype, Index index) {
-  switch (dtype) {
-    case DType::float16:
-      return to_float(static_cast<const float16*>(data)[index]);
-    case DType::bfloat16:
-      return to_float(static_cast<const bfloat16*>(data)[index]);
-    default:
-      return static_cast<const float*>(data)[index];
-  }
-}
-
-float round_to(DType dtype, float x) {
-  switch (dtype) {
-    case DType::float16:
-      return to_float(from_float<float16>(x));
-    case DType::bfloat16:
-      return to_float(from_float<bfloat16>(x));
-    default:
-      return x;
-  }
-}
 
 // What the loops below compute in. round() is applied to the operands of matmuls (with the input dtype) and
 // to results (with the dtype of the tensor that takes them).

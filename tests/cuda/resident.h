@@ -83,6 +83,36 @@ class Stream {
   void* stream_ = nullptr;
 };
 
+// What a stream was told, as an instance that can be launched.
+class Graph {
+ public:
+  template <class Body>
+  Graph(void* stream, Body body) {
+    const Cuda& cuda = Cuda::get();
+    constexpr int global = 0;  // any unsafe call of any thread ends the capture
+    expect_done(cuda.begin_capture(stream, global), "cuStreamBeginCapture");
+    body();
+    void* graph = nullptr;
+    expect_done(cuda.end_capture(stream, &graph), "cuStreamEndCapture");
+    if (graph == nullptr) return;
+    expect_done(cuda.graph_instantiate(&instance_, graph, 0), "cuGraphInstantiate");
+    cuda.graph_destroy(graph);
+  }
+  ~Graph() {
+    if (instance_ != nullptr) Cuda::get().graph_exec_destroy(instance_);
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  void launch(void* stream) const {
+    ASSERT_NE(instance_, nullptr);
+    expect_done(Cuda::get().graph_launch(instance_, stream), "cuGraphLaunch");
+  }
+
+ private:
+  void* instance_ = nullptr;
+};
+
 // An allocation of its own, of exactly that size, so that compute-sanitizer sees every step outside. Without
 // memory, data() is null.
 class DeviceMemory {

@@ -27,9 +27,6 @@ DeviceLimits limits_of(const Problem& problem) {
   return facts.ok() ? limits_of(*facts.value()) : DeviceLimits{};
 }
 
-RowsArg rows_arg(const View& view) {
-  return {view.data, view.batch, view.seq, view.head, view.dtype == DType::float32, rows_aligned(view)};
-}
 BiasArg bias_arg(const BiasView& view) {
   const bool aligned =
       view.col == 1 && rows_aligned({view.data, view.dtype, view.batch, view.row, view.head});

@@ -13,11 +13,6 @@ constexpr std::int64_t split_unit = 64, split_fewest = 256, split_rows = 256;
 constexpr std::int64_t fewest_parts = 8, most_parts = 64, most_given_parts = 128, parts_of_all_heads = 128;
 constexpr std::int64_t workspace_step = 256;  // bytes
 
-std::int64_t ceil_div(std::int64_t x, std::int64_t y) { return (x + y - 1) / y; }
-
-RowsArg rows_arg(const View& view) {
-  return {view.data, view.batch, view.seq, view.head, view.dtype == DType::float32, rows_aligned(view)};
-}
 AnglesArg angles_arg(const View& view) { return {view.data, view.seq, view.dtype == DType::float32}; }
 
 std::int64_t round_to_power(std::int64_t x) {

@@ -190,7 +190,6 @@ std::int64_t tiles_k(const Problem& problem, int rows) {
 std::int64_t all_rows_q(const Problem& problem) {
   return problem.packed ? problem.rows_q : problem.batch * problem.rows_q;
 }
-std::int64_t ceil_div(std::int64_t x, std::int64_t y) { return (x + y - 1) / y; }
 
 }  // namespace
 
@@ -405,6 +404,9 @@ bool rows_aligned(const View& view) {
   const auto whole = [&](std::int64_t stride) { return stride * size % 16 == 0; };
   return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && whole(view.batch) && whole(view.seq) &&
          whole(view.head);
+}
+RowsArg rows_arg(const View& view) {
+  return {view.data, view.batch, view.seq, view.head, view.dtype == DType::float32, rows_aligned(view)};
 }
 
 std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem) {

@@ -17,6 +17,8 @@ struct DeviceLimits {
   int multiprocessors = 0;
 };
 
+[[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t x, std::int64_t y) { return (x + y - 1) / y; }
+
 // The kernels that are compiled for a type only.
 enum class Small : std::uint8_t { delta, dsinks, convert_dq, append, combine };
 struct SmallConfig {
@@ -70,7 +72,6 @@ struct SmallConfig {
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
 
-// Nothing where Hopper's backward kernel has no tiles.
 [[nodiscard]] Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90BackwardConfig sm90_backward_config(const Problem& problem);
 
@@ -80,6 +81,7 @@ struct SmallConfig {
 
 // Whether every row of a tensor starts at a multiple of 16 bytes.
 [[nodiscard]] bool rows_aligned(const View& view);
+[[nodiscard]] RowsArg rows_arg(const View& view);
 
 // Blocks of each kernel's grid.
 [[nodiscard]] std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem);

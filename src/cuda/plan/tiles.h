@@ -43,7 +43,7 @@ struct Sm90ForwardTiles {
   bool turns;
 };
 
-// Its backward kernels: likewise, and none where no row has room. Above a head dim of 128 dq comes behind the
+// Its backward kernels: likewise. Above a head dim of 128 dq comes behind the
 // first of dv's parts.
 struct Sm90BackwardTiles {
   int head_dim, head_dim_v;  // up to
@@ -193,8 +193,7 @@ inline constexpr TileTable sm80_tiles = [] {
   table.forward_terms[1].block_n = table.forward_terms[2].block_n = 32;
   table.forward_bias = table.forward_both;
   table.backward[2].dq_warps_m = 2;
-  table.decode[0].stages = table.decode[2].stages = table.decode[4].stages = 2;
-  table.decode[1].stages = 2;
+  for (DecodeTiles& row : table.decode) row.stages = 2;
   table.decode[3].per_sm = 1;
   return table;
 }();

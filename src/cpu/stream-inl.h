@@ -1,0 +1,172 @@
+// Products of a few rows with rows that lie anywhere in memory, which is read once: by way of pointers,
+// not packed.
+#pragma once
+
+#include "cpu/simd-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera::cpu::TESSERA_CPU_KERNEL {
+
+constexpr int stream_rows = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;  // at once: accumulators fit the registers
+constexpr int stream_keys = 4, stream_vectors = 4;
+
+// A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
+template <class T>
+HWY_INLINE Vec load_up_to(const T* p, std::int64_t n) {
+  if (n >= lanes) return load_as_float(p);
+  T copy[lanes] = {};
+  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(T));
+  return load_as_float(copy);
+}
+
+// The sums of four vectors, side by side.
+HWY_INLINE void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const FloatTag f;
+  const hn::RepartitionToWide<FloatTag> wide;
+  const auto fold = [&](Vec x, Vec y) HWY_ATTR {
+    return hn::BitCast(wide, hn::Add(hn::InterleaveLower(f, x, y), hn::InterleaveUpper(f, x, y)));
+  };
+  const auto ab = fold(a, b), cd = fold(c, d);
+  // In each block of four lanes: a, b, c, d.
+  const Vec blocks = hn::Add(hn::BitCast(f, hn::InterleaveLower(wide, ab, cd)),
+                             hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
+  alignas(64) float parts[lanes];
+  if constexpr (lanes == 4) {
+    store(blocks, to);
+  } else {
+    const hn::CappedTag<float, 4> four;
+    store(blocks, parts);
+    auto sum = hn::Load(four, parts);
+    for (std::int64_t i = 4; i < lanes; i += 4) sum = hn::Add(sum, hn::Load(four, parts + i));
+    hn::StoreU(sum, four, to);
+  }
+}
+
+// Rows that will be wanted next, called for line by line between the products: all at once they would hold up
+// everything else.
+struct Next {
+  const void* const* rows = nullptr;
+  std::int64_t count = 0, bytes = 0;
+  const char* line = nullptr;
+  const char* end = nullptr;
+
+  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes)
+      : rows(list), count(row_count), bytes(row_bytes) {}
+
+  HWY_INLINE void fetch(int lines) {
+    for (int i = 0; i < lines; ++i) {
+      if (line >= end) {
+        if (count == 0) return;
+        line = static_cast<const char*>(*rows++);
+        end = line + bytes;
+        --count;
+      }
+      __builtin_prefetch(line, 0, 2);
+      line += 64;
+    }
+  }
+  void fetch_all() {
+    while (count > 0 || line < end) fetch(1);
+  }
+};
+
+// Lines of four vectors: what a step of the loops below works through.
+template <class T>
+constexpr int lines_of_step =
+    std::max<int>(1, 4 * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) / 64);
+
+// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups of stream_keys. The head's
+// elements lie `offset` behind the row's pointer.
+template <int rows, class T>
+HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
+                                std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
+                                float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
+  const std::int64_t whole = dim / lanes * lanes;
+  for (std::int64_t j = begin; j < end; j += stream_keys) {
+    const T* k[stream_keys];
+    for (int n = 0; n < stream_keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
+    Vec acc[rows][stream_keys];
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      HWY_UNROLL(4)
+      for (int n = 0; n < stream_keys; ++n) acc[r][n] = set(0.0f);
+    }
+    const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
+      next.fetch(lines_of_step<T>);
+      Vec kc[stream_keys];
+      HWY_UNROLL(4)
+      for (int n = 0; n < stream_keys; ++n) kc[n] = load_k(k[n] + c);
+      HWY_UNROLL(4)
+      for (int r = 0; r < rows; ++r) {
+        const Vec qc = load(q + r * q_ld + c);
+        HWY_UNROLL(4)
+        for (int n = 0; n < stream_keys; ++n) acc[r][n] = hn::MulAdd(qc, kc[n], acc[r][n]);
+      }
+    };
+    for (std::int64_t c = 0; c < whole; c += lanes)
+      step(c, [](const T* p) HWY_ATTR { return load_as_float(p); });
+    if (whole < dim) step(whole, [&](const T* p) HWY_ATTR { return load_up_to(p, dim - whole); });
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) store_sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3], s + r * s_ld + j);
+  }
+}
+
+// acc_o[r] = alpha[r] acc_o[r] + sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is
+// what of a row's elements is there.
+template <int rows, int vectors, bool whole, class T>
+HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
+                                 std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t c,
+                                 std::int64_t left, const float* HWY_RESTRICT alpha,
+                                 float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
+  Vec acc[rows][vectors];
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < vectors; ++n)
+      acc[r][n] = hn::Mul(set(alpha[r]), load(acc_o + r * o_ld + c + n * lanes));
+  }
+  for (std::int64_t j = begin; j < end; ++j) {
+    next.fetch(lines_of_step<T>);
+    const T* row = static_cast<const T*>(v_rows[j]) + offset + c;
+    Vec v[vectors];
+    HWY_UNROLL(4)
+    for (int n = 0; n < vectors; ++n)
+      v[n] = whole ? load_as_float(row + n * lanes) : load_up_to(row + n * lanes, left - n * lanes);
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      const Vec pj = set(p[r * p_ld + j]);
+      HWY_UNROLL(4)
+      for (int n = 0; n < vectors; ++n) acc[r][n] = hn::MulAdd(pj, v[n], acc[r][n]);
+    }
+  }
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < vectors; ++n) store(acc[r][n], acc_o + r * o_ld + c + n * lanes);
+  }
+}
+
+template <int rows, class T>
+HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows,
+                              std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
+                              const float* alpha, float* acc_o, std::int64_t o_ld, Next& next) {
+  std::int64_t c = 0;
+  for (; c + stream_vectors * lanes <= dim; c += stream_vectors * lanes) {
+    stream_columns<rows, stream_vectors, true, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha,
+                                                  acc_o, o_ld, next);
+  }
+  for (; c < dim; c += lanes) {
+    stream_columns<rows, 1, false, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o, o_ld,
+                                      next);
+  }
+}
+
+// Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.
+template <int count = stream_rows, class Body>
+HWY_INLINE void over_few_rows(std::int64_t rows, const Body& body, std::int64_t r = 0) {
+  for (; r + count <= rows; r += count) body(r, std::integral_constant<int, count>());
+  if constexpr (count > 1) over_few_rows<count - 1>(rows, body, r);
+}
+
+}  // namespace tessera::cpu::TESSERA_CPU_KERNEL
+HWY_AFTER_NAMESPACE();

@@ -1,0 +1,33 @@
+// Numbers of a tensor's dtype.
+#pragma once
+
+#include <cstdint>
+
+#include "core/half.h"
+#include "core/problem.h"
+
+namespace tessera::reference {
+
+inline float load(const void* data, DType dtype, std::int64_t index) {
+  switch (dtype) {
+    case DType::float16:
+      return to_float(static_cast<const float16*>(data)[index]);
+    case DType::bfloat16:
+      return to_float(static_cast<const bfloat16*>(data)[index]);
+    default:
+      return static_cast<const float*>(data)[index];
+  }
+}
+
+inline float round_to(DType dtype, float x) {
+  switch (dtype) {
+    case DType::float16:
+      return to_float(from_float<float16>(x));
+    case DType::bfloat16:
+      return to_float(from_float<bfloat16>(x));
+    default:
+      return x;
+  }
+}
+
+}  // namespace tessera::reference

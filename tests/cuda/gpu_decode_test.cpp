@@ -1,0 +1,137 @@
+// Decode, what only a GPU can show: graphs with lengths that change, many repeats. Its cases run on a GPU
+// through verify/mirror.h, in tessera_cpu_test.
+#include <functional>
+
+#include "cuda/resident.h"
+#include "verify/decode.h"
+
+namespace tessera::verify {
+namespace {
+
+using GpuDecode = GpuTest;
+using DecodeSanitizer = GpuTest;
+TESSERA_FOR_EACH_GPU_KERNEL(GpuDecode);
+TESSERA_FOR_EACH_GPU_KERNEL(DecodeSanitizer);
+
+// A case of decode in device memory.
+class ResidentDecode {
+ public:
+  ResidentDecode(const DecodeTensors& host, void* stream) : call(as_planned(host.call())) {
+    call.options.stream = stream;
+    for (const Argument& argument : arguments(call)) {
+      if (!argument.tensor->given()) continue;
+      const std::size_t bytes = static_cast<std::size_t>(bytes_spanned(*argument.tensor).value_or(0));
+      memory_.emplace_back(bytes);
+      EXPECT_NE(memory_.back().data(), nullptr) << memory_.back().why_not();
+      const_cast<Tensor*>(argument.tensor)->data = memory_.back().data();
+    }
+    const Result<std::size_t> bytes = workspace_size(call);
+    expect_ok(bytes.status());
+    workspace_.emplace(bytes.ok() ? bytes.value() : 0);
+    call.workspace = {workspace_->data(), workspace_->bytes()};
+    upload(host);
+    expect_ok(cuda::synchronize(stream));
+  }
+
+  Decode call;
+
+  void upload(const DecodeTensors& host) const {
+    copy(host, [&](std::byte* there, std::byte* here, std::size_t bytes) {
+      return cuda::copy_to_device(there, here, bytes, call.options.stream);
+    });
+    if (workspace_->bytes() != 0)
+      expect_ok(cuda::fill(workspace_->data(), 0xFF, workspace_->bytes(), call.options.stream));
+  }
+  void download(const DecodeTensors& host) const {
+    copy(host, [&](std::byte* there, std::byte* here, std::size_t bytes) {
+      return cuda::copy_to_host(here, there, bytes, call.options.stream);
+    });
+    expect_ok(cuda::synchronize(call.options.stream));
+  }
+
+ private:
+  template <class Body>
+  void copy(const DecodeTensors& host, Body body) const {
+    const Decode on_host = host.call();
+    std::size_t i = 0;
+    for (const Argument& argument : arguments(on_host)) {
+      if (!argument.tensor->given()) continue;
+      const DeviceMemory& memory = memory_[i++];
+      if (memory.bytes() != 0)
+        expect_ok(body(memory.data(), static_cast<std::byte*>(argument.tensor->data), memory.bytes()));
+    }
+  }
+
+  std::vector<DeviceMemory> memory_;
+  std::optional<DeviceMemory> workspace_;
+};
+
+DecodeCase decode_case(const std::string& kernel) {
+  DecodeCase c;
+  c.cache_seqlens = {2000, 100, 0, 700};
+  c.num_heads_q = 8;
+  c.num_heads_k = 2;
+  c.dtype = c.o_dtype = DType::bfloat16;
+  c.kernel = kernel;
+  return c;
+}
+
+// The host knows no lengths: a captured call serves whatever they become.
+TEST_P(GpuDecode, ADecodeGraphReplaysWithOtherLengths) {
+  for (const std::int64_t page : {0, 16}) {
+    for (const bool appends : {false, true}) {
+      DecodeCase c = decode_case(GetParam().name);
+      c.page_size = page;
+      c.seqlen_new = appends ? 1 : 0;
+      c.rotary_dim = appends ? 64 : 0;
+      DecodeTensors tensors(c);
+      const Stream stream;
+      ResidentDecode device(tensors, stream.get());
+      expect_ok(prepare(device.call));
+      const Graph graph(stream.get(), [&] { expect_ok(decode(device.call)); });
+      for (const int step : {0, 1, 2}) {
+        SCOPED_TRACE("page " + std::to_string(page) + ", step " + std::to_string(step));
+        // Shorter each time: what was in use is other data, but no padding.
+        for (std::int32_t& length : tensors.settings.cache_seqlens) length /= step + 1;
+        tensors.set_lengths();
+        tensors.o.poison();
+        tensors.lse.poison();
+        EXPECT_EQ(judge(tensors,
+                        [&] {
+                          device.upload(tensors);
+                          graph.launch(stream.get());
+                          device.download(tensors);
+                          return Status();
+                        }),
+                  "");
+      }
+    }
+  }
+}
+
+TEST_P(GpuDecode, DecodeGivesTheSameBitsFiftyTimes) {
+  DecodeTensors tensors(decode_case(GetParam().name));
+  const Stream stream;
+  const ResidentDecode device(tensors, stream.get());
+  std::optional<AlignedBytes> first;
+  for (int i = 0; i < 50; ++i) {
+    tensors.o.poison();
+    device.upload(tensors);
+    expect_ok(decode(device.call));
+    device.download(tensors);
+    if (!first) first = tensors.o.bytes();
+    EXPECT_EQ(tensors.o.bytes(), *first) << i;
+  }
+}
+
+TEST_P(DecodeSanitizer, ContiguousAndPaged) {
+  DecodeCase c = decode_case(GetParam().name);
+  for (const std::int64_t page : {0, 3}) {
+    c.page_size = page;
+    c.seqlen_new = page;
+    EXPECT_EQ(judge(c), "") << page;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::verify
