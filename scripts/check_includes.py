@@ -42,6 +42,7 @@ SHARED_CORE = (
     "core/host_device.h",
     "core/mask.h",
     "core/philox.h",
+    "core/softcap.h",
 )
 
 # The first rule whose path is a prefix decides; files that none names (tests) see everything.

@@ -197,29 +197,29 @@ __device__ void forward(const AttentionParams& params) {
     };
 
     // s becomes p, rounded to 16 bits as the next product needs it.
-    const auto exponentiate = [&](auto... factor_of) {
+    const auto exponentiate = [&](const auto&... exponent_of) {
 #pragma unroll
       for (int j = 0; j < n; ++j) {
 #pragma unroll
-        for (int i = 0; i < m; ++i) softmax.exponentiate(s[i][j], i, factor_of...);
+        for (int i = 0; i < m; ++i) softmax.exponentiate(s[i][j], i, exponent_of...);
       }
     };
     const auto shrink = [&](int i, int half, float by) { softmax.shrink_rows(acc_o, i, half, by); };
     bool capped = false;
     if constexpr (terms.caps_in_exponent) {
-      const tile::CapInExponent cap(params);
+      const CapInExponent& cap = params.cap;
       float maximum[m][2];
       hide();
       softmax.maxima(s, maximum);
-      capped = cap.holds(maximum, softmax.reference);
+      capped = tile::holds(cap, maximum, softmax.reference);
       if (capped) {
 #pragma unroll
         for (int i = 0; i < m; ++i) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) maximum[i][half] *= cap.factor(maximum[i][half]);
+          for (int half = 0; half < 2; ++half) maximum[i][half] = cap(maximum[i][half], 0.0f);
         }
         softmax.follow(maximum, 1.0f, shrink);
-        exponentiate([&](float x) { return cap.factor(x); });
+        exponentiate(cap);
       }
     }
     if (!capped) {

@@ -186,7 +186,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
                                                            : 1.0f;
   // Registers beside those of s, p and o.
   constexpr bool roomy = C.block_n / 2 + C.block_n / 4 + C.head_dim_v / 2 <= 160;
-  const tile::CapInExponent cap(params);
+  const CapInExponent& cap = params.cap;
   // The warp is done with a buffer.
   const auto release = [](ptx::Barrier& empty) {
     if (threadIdx.x % 32 == 0) ptx::arrive(empty);
@@ -336,9 +336,9 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       const auto hide = [&] {
         if (partly) tile::hide(s, mask.tile(first_query + warp_row, first_key));
       };
-      const auto exponentiate = [&](auto... factor_of) {
+      const auto exponentiate = [&](const auto&... exponent_of) {
 #pragma unroll
-        for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, factor_of...);
+        for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, exponent_of...);
       };
       // Later blocks without a look at the maxima, if the scores are what they usually are. ALiBi's rise from
       // block to block.
@@ -348,7 +348,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         if (ready && (!capping || cap.possible)) {
           hide();
           if constexpr (capping) {
-            if (softmax.exponentiate_at_once(s, limit, [&](float x) { return cap.factor(x); })) return;
+            if (softmax.exponentiate_at_once(s, limit, cap)) return;
           } else {
             if (softmax.exponentiate_at_once(s, limit)) return;
           }
@@ -361,12 +361,12 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         float maximum[1][2];
         hide();
         softmax.maxima(s, maximum);
-        capped = cap.holds(maximum, softmax.reference);
+        capped = tile::holds(cap, maximum, softmax.reference);
         if (capped) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) maximum[0][half] *= cap.factor(maximum[0][half]);
+          for (int half = 0; half < 2; ++half) maximum[0][half] = cap(maximum[0][half], 0.0f);
           softmax.follow(maximum, 1.0f, shrink);
-          exponentiate([&](float x) { return cap.factor(x); });
+          exponentiate(cap);
         }
       }
       if (!capped) {

@@ -118,50 +118,22 @@ struct DropoutShared {
 template <int threads, int m, int n>
 struct DropoutShared<false, threads, m, n> {};
 
-// softcap * tanh(softmax_scale * s / softcap) for the exponential: s times a polynomial of s^2, in powers of
-// two.
-//
-// It is tanh to 2e-6 of itself while softmax_scale * s <= 0.32 softcap, and falls without bound below -0.32
-// softcap, where tanh does not. That does not show if the row has a score of 0 or more: then such a key's p
-// is off by less than 1e-8 of the largest, for softcap >= 30; from 40 on, if it has one of -2 or more. -inf
-// stays -inf.
-struct CapInExponent {
-  static constexpr float up_to = 0.32f;
-  float inner, c0, c1, c2;
-  bool possible;
-  float least;    // that a row's largest score may be
-  float highest;  // what it makes of the largest score that it is for; it rises with the score
-
-  __device__ explicit CapInExponent(const AttentionParams& params)
-      : inner(params.scale / params.softcap),
-        c0(0.9999983f * params.scale_log2),
-        c1(-0.33303372f * params.scale_log2 * (inner * inner)),
-        c2(0.12541972f * params.scale_log2 * (inner * inner) * (inner * inner)),
-        // The coefficients are powers of inner.
-        possible(params.softcap >= 30.0f && inner > 1e-6f && inner < 1e3f),
-        least(params.softcap >= 40.0f ? -2.0f * ptx::log2_e : 0.0f),
-        highest(up_to / inner * factor(up_to / inner)) {}
-
-  [[nodiscard]] __device__ __forceinline__ float factor(float s) const {
-    const float x = s * s;
-    return fmaf(fmaf(c2, x, c1), x, c0);
-  }
-  // For the rows whose maxima of a block, and references so far, these are.
-  template <int m>
-  [[nodiscard]] __device__ __forceinline__ bool holds(const float (&maximum)[m][2],
-                                                      const float (&reference)[m][2]) const {
-    bool all = possible;
+// Whether softcap's polynomial is for the rows whose maxima of a block, and references so far, these are.
+template <int m>
+[[nodiscard]] __device__ __forceinline__ bool holds(const CapInExponent& cap, const float (&maximum)[m][2],
+                                                    const float (&reference)[m][2]) {
+  bool all = cap.possible;
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
+  for (int i = 0; i < m; ++i) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float most = maximum[i][half];
-        all = all && most * inner <= up_to && fmaxf(most * c0, reference[i][half]) >= least;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const float most = maximum[i][half];
+      all = all && most * cap.inner <= cap.up_to &&
+            fmaxf(cap(most, 0.0f), reference[i][half]) >= cap.least;
     }
-    return __all_sync(~0u, all);
   }
-};
+  return __all_sync(~0u, all);
+}
 
 // The terms of one (batch, head) that a block works on.
 template <Half type, Terms kind>

@@ -124,16 +124,16 @@ struct Softmax {
     }
   }
 
-  // One tile of s becomes p, and joins row_sum. factor_of(x): what a score x is multiplied by.
-  template <class FactorOf>
-  __device__ __forceinline__ void exponentiate(FragmentC& s, int i, const FactorOf& factor_of) {
+  // One tile of s becomes p, and joins row_sum. exponent_of(x, offset): of a score x.
+  template <class ExponentOf>
+  __device__ __forceinline__ void exponentiate(FragmentC& s, int i, const ExponentOf& exponent_of) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[e] = ptx::exp2(fmaf(s[e], factor_of(s[e]), -offset[i][e / 2]));
+    for (int e = 0; e < 4; ++e) s[e] = ptx::exp2(exponent_of(s[e], offset[i][e / 2]));
     row_sum[i][0] += s[0] + s[1];
     row_sum[i][1] += s[2] + s[3];
   }
   __device__ __forceinline__ void exponentiate(FragmentC& s, int i) {
-    exponentiate(s, i, [this](float) { return factor; });
+    exponentiate(s, i, [this](float x, float from) { return fmaf(x, factor, -from); });
   }
 
   // Whether every row of the warp has a reference, none of them below `least` nor so large that its rounding
@@ -161,11 +161,11 @@ struct Softmax {
 
   // A block's exponentials, from the references as they are. False: one of them reaches its row's limit: s is
   // lost, and nothing is added to row_sum.
-  template <int n, class... FactorOf>
+  template <int n, class... ExponentOf>
   __device__ __forceinline__ bool exponentiate_at_once(FragmentC (&s)[m][n], const float (&limit)[m][2],
-                                                       const FactorOf&... factor_of) {
+                                                       const ExponentOf&... exponent_of) {
     float sum[m][2];
-    exponentiate_all(s, sum, factor_of...);
+    exponentiate_all(s, sum, exponent_of...);
     if (!__all_sync(~0u, below(sum, limit))) {
       // Many that are small come to as much as one that is not.
       float most[m][2];
@@ -230,9 +230,9 @@ struct Softmax {
     return all;
   }
 
-  template <int n, class FactorOf>
+  template <int n, class ExponentOf>
   __device__ __forceinline__ void exponentiate_all(FragmentC (&s)[m][n], float (&sum)[m][2],
-                                                   const FactorOf& factor_of) const {
+                                                   const ExponentOf& exponent_of) const {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
       float parts[2][2] = {};
@@ -240,7 +240,7 @@ struct Softmax {
       for (int j = 0; j < n; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          s[i][j][e] = ptx::exp2(fmaf(s[i][j][e], factor_of(s[i][j][e]), -offset[i][e / 2]));
+          s[i][j][e] = ptx::exp2(exponent_of(s[i][j][e], offset[i][e / 2]));
         parts[0][j % 2] += s[i][j][0] + s[i][j][1];
         parts[1][j % 2] += s[i][j][2] + s[i][j][3];
       }
@@ -250,7 +250,7 @@ struct Softmax {
   }
   template <int n>
   __device__ __forceinline__ void exponentiate_all(FragmentC (&s)[m][n], float (&sum)[m][2]) const {
-    exponentiate_all(s, sum, [this](float) { return factor; });
+    exponentiate_all(s, sum, [this](float x, float from) { return fmaf(x, factor, -from); });
   }
 
   float factor;

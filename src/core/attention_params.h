@@ -4,6 +4,7 @@
 #include "core/host_device.h"
 #include "core/mask.h"
 #include "core/philox.h"
+#include "core/softcap.h"
 
 namespace tessera {
 
@@ -46,6 +47,7 @@ struct AttentionParams {
   bool top_left;
   float scale, scale_log2;
   float softcap;  // 0: off
+  CapInExponent cap;
   const float* alibi_slopes;
   long long alibi_batch, alibi_head;
   BiasArg bias, dbias;

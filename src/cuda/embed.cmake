@@ -9,7 +9,8 @@ set(shared_core_headers
   decode_params.h
   host_device.h
   mask.h
-  philox.h)
+  philox.h
+  softcap.h)
 
 set(kernels ${PROJECT_SOURCE_DIR}/kernels)
 file(GLOB_RECURSE kernel_files CONFIGURE_DEPENDS RELATIVE ${kernels} ${kernels}/*.cuh)

@@ -66,6 +66,7 @@ AttentionParams make_params(const Problem& problem) {
   p.scale = static_cast<float>(problem.softmax_scale);
   p.scale_log2 = static_cast<float>(problem.softmax_scale * 1.4426950408889634);
   p.softcap = static_cast<float>(problem.softcap);
+  if (problem.softcap != 0) p.cap = CapInExponent(p.scale, p.softcap);
   p.alibi_slopes = problem.alibi_slopes;
   p.alibi_batch = problem.alibi_batch;
   p.alibi_head = problem.alibi_head;
