@@ -129,7 +129,7 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + tile::element(0, 0, half * 2).row;
-    if (row >= queries) {  // padding
+    if (queries < C.block_m && row >= queries) {  // padding
       lse[0][half] = -ptx::infinity;
 #pragma unroll
       for (int j = 0; j < nv; ++j) acc_o[0][j][half * 2] = acc_o[0][j][half * 2 + 1] = 0.0f;

@@ -72,7 +72,7 @@ class Schedule {
  public:
   __device__ Schedule(const Sm90ForwardParams& params, const SortedSequences& sorted)
       : all(params), sequences(sorted), turn{0, blockIdx.x} {}
-  [[nodiscard]] __device__ __forceinline__ bool more() const { return turn.unit() < all.order.units(); }
+  [[nodiscard]] __device__ __forceinline__ bool more() const { return turn.unit() < all.order.units; }
   __device__ __forceinline__ void next() { all.order.next(turn, gridDim.x); }
   // The same, from where the compiler cannot tell: what work() gave need not be kept.
   [[nodiscard]] __device__ __forceinline__ ForwardWork work_again() const {

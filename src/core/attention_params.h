@@ -122,19 +122,27 @@ inline constexpr int most_sorted = 128;
 // How tiles of queries are dealt out. Blocks of threads take units in turn: a tile, or - where tiles of a
 // head differ, as under a causal mask - one that sees many keys and one that sees few, so that units are
 // alike. The units of a head follow one another, so that those which run at a time share keys in the L2
-// cache; the last tiles of a sequence, which see most, come first.
+// cache; the last tiles of a sequence, which see most, come first. The first rows, which see least, may stay
+// apart: then pairs of the others fill the turns, and these fill up what is left.
 struct TileOrder {
   unsigned rows, heads;  // a row of tiles has one of each head (unless packed: of all batch entries)
   bool masked;           // queries do not see all keys of their sequence
   bool paired;
   bool by_rows;     // the heads of a row follow one another instead
   bool sorted;      // rows are tiles of packed sequences, those of the longest first: dealt out to and fro
+  unsigned apart;   // rows whose tiles are dealt out last, one by one; 0 unless paired
   unsigned change;  // of places, from turn to turn; below the number of blocks of threads
   Divisor inner;    // units that follow one another
-  Divisor num_heads_q, group_size;
+  Divisor all_heads, num_heads_q, group_size;
 
-  [[nodiscard]] TESSERA_HD constexpr unsigned units() const {
-    return (paired ? (rows + 1) / 2 : rows) * heads;
+  // Of what was said so far, so that a GPU need not work it out for every tile.
+  unsigned pairs = 0, units = 0;
+
+  // Units of a head that follow one another.
+  [[nodiscard]] constexpr unsigned units_of_head() const { return paired ? (rows - apart + 1) / 2 : rows; }
+  constexpr void count() {
+    pairs = paired ? units_of_head() * heads : 0;
+    units = (units_of_head() + apart) * heads;
   }
 
   // Where one of `blocks` blocks of threads has come to.
@@ -145,7 +153,7 @@ struct TileOrder {
     [[nodiscard]] TESSERA_HD constexpr unsigned unit() const { return before + place; }
   };
   TESSERA_HD constexpr void next(Turn& turn, unsigned blocks) const {
-    turn.second = paired && !turn.second;
+    turn.second = turn.unit() < pairs && !turn.second;
     if (turn.second) return;
     turn.before += blocks;
     if (sorted) {
@@ -163,10 +171,15 @@ struct TileOrder {
     bool there;  // of an odd number of rows the one in the middle has no partner
   };
   [[nodiscard]] TESSERA_HD constexpr Tile tile(const Turn& turn) const {
-    const unsigned last = units() - 1, unit = turn.unit() < last ? turn.unit() : last;  // behind it, any one
+    const unsigned last = units - 1, unit = turn.unit() < last ? turn.unit() : last;  // behind it, any one
+    if (apart > 0 && unit >= pairs) {
+      const unsigned single = unit - pairs;
+      return {apart - 1 - all_heads.quotient(single), all_heads.remainder(single), true};
+    }
     const unsigned outer = inner.quotient(unit), rest = inner.remainder(unit);
     const unsigned head = by_rows ? rest : outer, from_end = by_rows ? outer : rest;
-    return {turn.second ? from_end : rows - 1 - from_end, head, !turn.second || 2 * from_end + 1 != rows};
+    return {turn.second ? apart + from_end : rows - 1 - from_end, head,
+            !turn.second || 2 * from_end + 1 != rows - apart};
   }
 };
 

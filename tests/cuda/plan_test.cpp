@@ -150,7 +150,7 @@ TEST(Plan, NamesTellConfigsApart) {
   hoppers[1].type = Half::float16;
   hoppers[2].head_dim = 64;
   hoppers[3].head_dim_v = 64;
-  hoppers[4].block_m = 192;
+  hoppers[4].block_m = s.block_m * 2;
   hoppers[5].block_n = 32;
   hoppers[6].stages = 3;
   hoppers[7].q_stages = 1;
@@ -302,7 +302,7 @@ TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   causal.batch = 30;
   const TileOrder pairs = tile_order(sm90_forward_config(causal), causal, limits);
   EXPECT_TRUE(pairs.paired);
-  EXPECT_EQ(pairs.units(), (pairs.rows + 1) / 2 * 150);
+  EXPECT_EQ(pairs.units, ((pairs.rows - pairs.apart + 1) / 2 + pairs.apart) * 150);
 }
 
 // Blocks of threads take every tile once, and under a causal mask about as much work each.
@@ -327,7 +327,7 @@ TEST(Plan, HoppersForwardDealsOutEveryTile) {
             std::vector<int> taken(std::size_t(order.rows) * order.heads);
             std::vector<long long> work(blocks);
             for (unsigned block = 0; block < blocks; ++block) {
-              for (TileOrder::Turn turn{0, block}; turn.unit() < order.units(); order.next(turn, blocks)) {
+              for (TileOrder::Turn turn{0, block}; turn.unit() < order.units; order.next(turn, blocks)) {
                 const TileOrder::Tile tile = order.tile(turn);
                 ASSERT_LT(tile.row, order.rows);
                 ASSERT_LT(tile.head, order.heads);
@@ -339,11 +339,40 @@ TEST(Plan, HoppersForwardDealsOutEveryTile) {
             EXPECT_EQ(std::set<int>(taken.begin(), taken.end()), std::set<int>{1});
             if (order.paired) {
               const auto [least, most] = std::minmax_element(work.begin(), work.end());
-              EXPECT_LE(*most - *least, 2 * (order.rows + 1));
+              EXPECT_LE(*most - *least, 2 * (order.rows + order.apart + 1));
             }
           }
         }
       }
+    }
+  }
+}
+
+// Pairs of tiles that do not fill their last turn leave multiprocessors without work: the rows that stay apart
+// keep that small.
+TEST(Plan, HoppersForwardFillsItsLastTurn) {
+  constexpr DeviceLimits limits{90, 227 << 10, 132};
+  for (const std::int64_t window : {std::int64_t{1024}, std::int64_t{Mask::unbounded}}) {
+    for (const std::int64_t seqlen : {2048, 4096, 8192, 16384, 32768}) {
+      SCOPED_TRACE(std::to_string(seqlen) + " keys, window " + std::to_string(window));
+      Problem p = problem_of(static_cast<int>(std::max<std::int64_t>(16384 / seqlen, 1)), seqlen, 16, 128);
+      p.max_seqlen_q = p.max_seqlen_k = seqlen;
+      p.window_right = 0;
+      p.window_left = window;
+      const Sm90ForwardConfig config = sm90_forward_config(p);
+      const TileOrder order = tile_order(config, p, limits);
+      ASSERT_TRUE(order.paired);
+      std::int64_t most = 0, all = 0;
+      for (unsigned block = 0; block < 132; ++block) {
+        std::int64_t keys = 0;
+        for (TileOrder::Turn turn{0, block}; turn.unit() < order.units; order.next(turn, 132)) {
+          const TileOrder::Tile tile = order.tile(turn);
+          if (tile.there) keys += std::min((tile.row + 1) * std::int64_t{config.block_m}, window);
+        }
+        most = std::max(most, keys);
+        all += keys;
+      }
+      EXPECT_GT(double(all) / 132 / double(most), 0.92);
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -360,6 +361,7 @@ Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, T
   const auto& rows = has(terms, Terms::wide_bias) ? sm90_forward_wide_bias
                      : has(terms, Terms::bias)    ? sm90_forward_bias
                      : has(terms, Terms::dropout) ? sm90_forward_dropout
+                     : terms == Terms::softcap    ? sm90_forward_softcap
                      : terms != Terms::plain      ? sm90_forward_terms
                                                   : sm90_forward;
   const Sm90ForwardTiles tiles = row_for(rows, head_dim, head_dim_v);
@@ -415,6 +417,42 @@ std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem) {
 std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem) {
   return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
 }
+namespace {
+
+// How many rows of tiles stay apart so that the longest way of a multiprocessor is shortest.
+unsigned rows_apart(TileOrder order, const Sm90ForwardConfig& config, const Problem& problem,
+                    unsigned multiprocessors) {
+  const Mask mask{problem.max_seqlen_q, problem.max_seqlen_k, problem.window_left, problem.window_right,
+                  problem.alignment == Alignment::top_left ? 0 : problem.max_seqlen_k - problem.max_seqlen_q};
+  constexpr std::int64_t beside = 256;  // what a tile takes apart from its keys, in keys
+  const auto cost = [&](unsigned row) {
+    const std::int64_t first = std::int64_t{row} * config.block_m;
+    return mask.keys_of_any({first, std::min(first + config.block_m, problem.max_seqlen_q)}).size() + beside;
+  };
+  constexpr unsigned most = 32;
+  std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
+  unsigned best = 0;
+  for (unsigned apart = 0; apart <= std::min(most, order.rows / 2); ++apart) {
+    order.apart = apart;
+    order.count();
+    const unsigned pairs = order.pairs, middle = (order.rows - apart - 1) / 2;
+    const std::int64_t pair = std::max(cost(order.rows - 1) + cost(apart),
+                                       cost(order.rows - 1 - middle) + cost(apart + middle));
+    std::int64_t way = (pairs + multiprocessors - 1) / multiprocessors * pair;
+    // Who has no pair in the last turn has a single tile.
+    for (unsigned unit = (pairs + multiprocessors - 1) / multiprocessors * multiprocessors;
+         unit < order.units; unit += multiprocessors)
+      way += cost(apart - 1 - (unit - pairs) / order.heads);
+    if (way < shortest) {
+      shortest = way;
+      best = apart;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
 TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
   const std::int64_t heads = (problem.packed ? 1 : problem.batch) * problem.num_heads_q;
   if (forward_tiles(config, problem) == 0) return {};
@@ -427,14 +465,18 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
                  (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
   order.by_rows = problem.packed;
   order.sorted = problem.packed && problem.batch < most_sorted;
-  order.inner = Divisor(order.by_rows ? order.heads : order.units() / order.heads);
-  order.change = 7 % std::clamp<unsigned>(limits.multiprocessors, 1, order.units());
+  if (order.paired)
+    order.apart = rows_apart(order, config, problem, static_cast<unsigned>(limits.multiprocessors));
+  order.count();
+  order.inner = Divisor(order.by_rows ? order.heads : order.units_of_head());
+  order.all_heads = Divisor(order.heads);
+  order.change = 7 % std::clamp<unsigned>(limits.multiprocessors, 1, order.units);
   order.num_heads_q = Divisor(static_cast<unsigned>(problem.num_heads_q));
   order.group_size = Divisor(static_cast<unsigned>(problem.group_size));
   return order;
 }
 std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
-  return std::min<std::int64_t>(tile_order(config, problem, limits).units(), limits.multiprocessors);
+  return std::min<std::int64_t>(tile_order(config, problem, limits).units, limits.multiprocessors);
 }
 std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;

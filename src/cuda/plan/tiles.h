@@ -56,11 +56,11 @@ struct Sm90BackwardTiles {
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward = {{
     { 64,        64,        256,      64,     4,      2,        false},
     { 96,        96,        192,      64,     3,      2,        false},
-    {128,       128,        128,     128,     2,      2,        true},
+    {128,       128,        192,      64,     4,      2,        false},
     {192,       128,        128,     128,     2,      1,        true},
     {192,       192,        128,     112,     2,      1,        false},
     {256,       256,        128,      64,     2,      1,        false}}};
-// Softcap and ALiBi want registers.
+// ALiBi and several terms want registers.
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_terms = {{
     { 64,        64,        256,      64,     4,      2,        false},
     { 96,        96,        128,     128,     2,      2,        true},
@@ -68,7 +68,13 @@ inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_terms = {{
     {192,       128,        128,     128,     2,      1,        true},
     {192,       192,        128,      96,     2,      1,        false},
     {256,       256,        128,      64,     2,      1,        false}}};
-// So does dropout; its masks are made for 32 keys at a time and 128 at most.
+// Softcap alone does not, but for one.
+inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_softcap = [] {
+  std::array<Sm90ForwardTiles, 6> rows = sm90_forward;
+  rows[4] = sm90_forward_terms[4];
+  return rows;
+}();
+// Dropout wants registers, too; its masks are made for 32 keys at a time and 128 at most.
 inline constexpr std::array<Sm90ForwardTiles, 6> sm90_forward_dropout = [] {
   std::array<Sm90ForwardTiles, 6> rows = sm90_forward_terms;
   rows[0].block_m = 192;
