@@ -128,8 +128,7 @@ template <int m>
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float most = maximum[i][half];
-      all = all && most * cap.inner <= cap.up_to &&
-            fmaxf(cap(most, 0.0f), reference[i][half]) >= cap.least;
+      all = all && most * cap.inner <= cap.up_to && fmaxf(cap(most, 0.0f), reference[i][half]) >= cap.least;
     }
   }
   return __all_sync(~0u, all);

@@ -239,8 +239,7 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < n; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[i][j][e] = ptx::exp2(exponent_of(s[i][j][e], offset[i][e / 2]));
+        for (int e = 0; e < 4; ++e) s[i][j][e] = ptx::exp2(exponent_of(s[i][j][e], offset[i][e / 2]));
         parts[0][j % 2] += s[i][j][0] + s[i][j][1];
         parts[1][j % 2] += s[i][j][2] + s[i][j][3];
       }

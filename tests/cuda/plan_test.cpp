@@ -348,8 +348,8 @@ TEST(Plan, HoppersForwardDealsOutEveryTile) {
   }
 }
 
-// Pairs of tiles that do not fill their last turn leave multiprocessors without work: the rows that stay apart
-// keep that small.
+// Pairs of tiles that do not fill their last turn leave multiprocessors without work: the rows that stay
+// apart keep that small.
 TEST(Plan, HoppersForwardFillsItsLastTurn) {
   constexpr DeviceLimits limits{90, 227 << 10, 132};
   for (const std::int64_t window : {std::int64_t{1024}, std::int64_t{Mask::unbounded}}) {

@@ -436,8 +436,8 @@ unsigned rows_apart(TileOrder order, const Sm90ForwardConfig& config, const Prob
     order.apart = apart;
     order.count();
     const unsigned pairs = order.pairs, middle = (order.rows - apart - 1) / 2;
-    const std::int64_t pair = std::max(cost(order.rows - 1) + cost(apart),
-                                       cost(order.rows - 1 - middle) + cost(apart + middle));
+    const std::int64_t pair =
+        std::max(cost(order.rows - 1) + cost(apart), cost(order.rows - 1 - middle) + cost(apart + middle));
     std::int64_t way = (pairs + multiprocessors - 1) / multiprocessors * pair;
     // Who has no pair in the last turn has a single tile.
     for (unsigned unit = (pairs + multiprocessors - 1) / multiprocessors * multiprocessors;
