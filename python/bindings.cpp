@@ -1,4 +1,5 @@
 // tessera._core: the C++ API for Python. Private: python/tessera is what users see.
+// Decode and merge_states: bind_decode.cpp.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -186,4 +187,5 @@ NB_MODULE(_core, module) {
         return explanation_of(call);
       },
       "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "grads"_a, "tensors"_a, "options"_a);
+  bind_decode(module);
 }

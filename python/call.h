@@ -126,4 +126,7 @@ PyObject* guarded(const Body& body) {
   return nullptr;
 }
 
+// decode and merge_states (bind_decode.cpp).
+void bind_decode(nb::module_& module);
+
 }  // namespace tessera::python

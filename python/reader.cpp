@@ -13,10 +13,12 @@ void raise(PyObject* type, const std::string& text) {
 }
 void check(const Status& status) {
   if (status.ok()) return;
+  // The output that a caller gives is `out` in Python.
+  const bool of_out = status.message().starts_with("o:") || status.message().starts_with("o.");
   raise(status.code() == Code::invalid_argument ? PyExc_ValueError
         : status.code() == Code::unsupported    ? PyExc_NotImplementedError
                                                 : PyExc_RuntimeError,
-        status.message());
+        of_out ? "out" + status.message().substr(1) : status.message());
 }
 void raise_wrong(const char* name, nb::handle value, const char* expected) {
   PyObject* type = PyErr_ExceptionMatches(PyExc_TypeError) != 0 ? PyExc_TypeError : PyExc_ValueError;
