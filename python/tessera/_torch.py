@@ -30,7 +30,7 @@ BIAS, SINKS = 1, 2  # in Tensors
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Options, return_lse: bool) -> Any:
-    expect_tensors(q=q, k=k, v=v)
+    expect_tensors(("q", q), ("k", k), ("v", v))
     q, k, v = autocast(q, k, v)
     q, k, v = whole_rows(q), whole_rows(k), whole_rows(v)
     bias, sinks = tensors[BIAS], tensors[SINKS]
@@ -45,12 +45,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Option
     return (out, lse) if return_lse else out
 
 
-def expect_tensors(**tensors: Any) -> None:
+def expect_tensors(*named: tuple[str, Any]) -> None:
     """All of torch's, for the first is."""
-    first = next(iter(tensors))
-    for name, tensor in tensors.items():
+    for name, tensor in named:
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name}: {type(tensor).__name__}, expected a torch.Tensor as {first} is")
+            raise ValueError(f"{name}: {type(tensor).__name__}, expected a torch.Tensor as {named[0][0]} is")
 
 
 def needs_dispatcher(*tensors: Optional[Tensor]) -> bool:

@@ -6,7 +6,7 @@ to see it. That of an append says which tensors it writes to.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +30,6 @@ from tessera._torch import (
     whole_rows,
 )
 
-
-class Cache(NamedTuple):
-    """CACHE, by name."""
-
-    cache_seqlens: Tensor | int
-    page_table: Tensor | None = None
-    cache_batch_idx: Tensor | None = None
-    leftpad_k: Tensor | None = None
-    k_new: Tensor | None = None
-    v_new: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-
-
-assert Cache._fields == CACHE
 CU_SEQLENS_Q = TENSORS.index("cu_seqlens_q")
 
 
@@ -60,26 +45,27 @@ def decode(
     num_splits: int,
     return_lse: bool,
 ) -> Any:
-    expect_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    cache = Cache(*cache)
-    given = cache._asdict() | {"out": out}
-    expect_tensors(q=q, **{name: x for name, x in given.items() if not (x is None or isinstance(x, int))})
-    if isinstance(cache.cache_seqlens, int):
-        check_length(cache.cache_seqlens, k_cache.shape, cache.page_table, cache.k_new)
+    lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin = cache
+    expect_tensors(("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+    if isinstance(lengths, int):
+        check_length(lengths, k_cache.shape, page_table, k_new)
         batch = number_of_sequences(q.shape, tensors[CU_SEQLENS_Q])
-        lengths = torch.full((batch,), cache.cache_seqlens, dtype=torch.int32, device=q.device)
-        cache = cache._replace(cache_seqlens=lengths)
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    for name, x in (("out", out), ("cache_seqlens", lengths), *zip(CACHE[1:], cache[1:])):  # noqa: B905
+        if x is not None:
+            expect_tensors(("q", q), (name, x))
+    if k_new is not None and v_new is not None:
+        k_new, v_new = whole_rows(k_new), whole_rows(v_new)
+    cache = (lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin)
     refuse_gradients(q, k_cache, v_cache, out, *cache, *tensors)
     shape, _ = decoded_shapes(q.shape, v_cache.shape)
     q = whole_rows(q)
-    if cache.k_new is not None and cache.v_new is not None:
-        cache = cache._replace(k_new=whole_rows(cache.k_new), v_new=whole_rows(cache.v_new))
     if needs_dispatcher(q, k_cache, v_cache, out, *cache, *tensors):
         if out is not None and (out.shape != shape or out.dtype not in (q.dtype, torch.float32)):
             raise ValueError(
                 f"out: {out.dtype} {tuple(out.shape)}, expected {q.dtype} or float32 {tuple(shape)}"
             )
-        operator = decode_op if cache.k_new is None else append_op
+        operator = decode_op if k_new is None else append_op
         numbers = (*options, bool(rotary_interleaved), num_splits)
         wide = out is not None and out.dtype == torch.float32
         made, lse = operator(q, k_cache, v_cache, *cache, *tensors, *numbers, wide)
@@ -149,16 +135,15 @@ append_op.register_fake(fake_decode)
 
 
 def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, kernel: str | None) -> Any:
-    given = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}
-    expect_tensors(**given)
-    o_a, o_b = whole_rows(o_a), whole_rows(o_b)
+    expect_tensors(("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b))
+    states = (whole_rows(o_a), lse_a, whole_rows(o_b), lse_b)
     if not torch.compiler.is_compiling():
-        refuse_tangents("merge_states", *given.values())
-    if needs_dispatcher(*given.values()):
-        return merge_op(o_a, lse_a, o_b, lse_b, kernel)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-        return Merge.apply(o_a, lse_a, o_b, lse_b, kernel)
-    return merge(o_a, lse_a, o_b, lse_b, kernel)
+        refuse_tangents("merge_states", *states)
+    if needs_dispatcher(*states):
+        return merge_op(*states, kernel)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        return Merge.apply(*states, kernel)
+    return merge(*states, kernel)
 
 
 def merge(
