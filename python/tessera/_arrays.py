@@ -206,10 +206,9 @@ def decode(
         )
     named = dict(zip(CACHE, cache, strict=True))
     expect_numpy(q=q, k_cache=k_cache, v_cache=v_cache)
-    is_one_length = isinstance(named["cache_seqlens"], int)
-    for name in CACHE[1 if is_one_length else 0 :]:
-        if named[name] is not None:
-            expect_numpy(q=q, **{name: named[name]})
+    for name, x in (*named.items(), *zip(TENSORS, tensors, strict=True)):
+        if not (x is None or (name == "cache_seqlens" and isinstance(x, int))):
+            expect_numpy(q=q, **{name: x})
     written = {"k_cache": k_cache, "v_cache": v_cache} if named["k_new"] is not None else {}
     if out is not None:
         expect_numpy(q=q, out=out)

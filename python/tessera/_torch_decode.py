@@ -47,13 +47,15 @@ def decode(
 ) -> Any:
     lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin = cache
     expect_tensors(("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
-    if isinstance(lengths, int):
+    one_length = isinstance(lengths, int)
+    names, others = (*CACHE[one_length:], *TENSORS, "out"), (*cache[one_length:], *tensors, out)
+    for name, x in zip(names, others):  # noqa: B905
+        if x is not None:
+            expect_tensors(("q", q), (name, x))
+    if one_length:
         check_length(lengths, k_cache.shape, page_table, k_new)
         batch = number_of_sequences(q.shape, tensors[CU_SEQLENS_Q])
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    for name, x in (("out", out), ("cache_seqlens", lengths), *zip(CACHE[1:], cache[1:])):  # noqa: B905
-        if x is not None:
-            expect_tensors(("q", q), (name, x))
     if k_new is not None and v_new is not None:
         k_new, v_new = whole_rows(k_new), whole_rows(v_new)
     cache = (lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin)

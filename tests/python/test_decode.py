@@ -473,6 +473,8 @@ def test_errors_name_the_argument():
         ({"v_new": None}, "v_new: not given, expected with k_new"),
         ({"k_new": None, "v_new": None}, "k_new: not given, expected with rotary_cos"),
         ({"rotary_sin": None}, "rotary_sin: not given"),
+        ({"rotary_sin": 3}, "rotary_sin: int, expected a torch.Tensor"),
+        ({"sinks": 3, "cache_seqlens": 2}, "sinks: int, expected a torch.Tensor"),
         (
             {"cache_batch_idx": int32([1, 2, 2], "cpu"), "cache_seqlens": 5},
             r"cache_batch_idx\[2\]: 2, expected",
