@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import numpy as np
 import oracle
@@ -515,6 +517,18 @@ def test_explain_takes_the_same_arguments():
         assert explained.kernel == tessera.last_kernel()
     with pytest.raises(ValueError, match="cache_seqlens"):
         tessera.explain(case.q, case.k_cache, case.v_cache, direction="decode", cache_seqlens=71)
+
+
+def test_the_documentation_runs():
+    """Every piece of code in docs/serving.md, one after another, but for what needs a GPU."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(pieces) == 5
+    names = {}
+    for piece in pieces:
+        if not piece.startswith("# on a GPU"):
+            exec(piece, names)
+    assert torch.isfinite(names["out"]).all()
 
 
 def test_signature():
