@@ -497,6 +497,32 @@ def test_dropout() -> None:
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_compiled_step(padding: str, spy: Spy) -> None:
+    """With its mask: where padding cannot be read it is a bias, else the step is decode."""
+    batch, model = inputs(padding), variant(build("llama"), "tessera")
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, -1:]
+    if padding == "none":
+        del batch["attention_mask"]
+
+    def step(compiled: bool) -> torch.Tensor:
+        mask = batch.get("attention_mask")
+        before, now = (
+            ({}, {}) if mask is None else ({"attention_mask": mask[:, :-1]}, {"attention_mask": mask})
+        )
+        cache = model(batch["input_ids"][:, :-1], **before, use_cache=True).past_key_values
+        call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        return call(batch["input_ids"][:, -1:], **now, position_ids=positions, past_key_values=cache).logits
+
+    logits = []
+    for compiled in (False, True):
+        spy.steps = 0
+        with torch.no_grad():
+            logits.append(step(compiled))
+        assert spy.steps == (0 if compiled and padding == "left" else SIZES["num_hidden_layers"])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
 def test_compiled(padding: str) -> None:
     """Under torch.compile nothing is read from a mask."""
     batch, model = inputs(padding), variant(build("llama"), "tessera")

@@ -175,7 +175,7 @@ def packed(
 
 
 def is_step(mask: Tensor) -> bool:
-    return mask.dim() == 4 and mask.dtype == torch.int32
+    return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (1, 2)
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
