@@ -13,6 +13,8 @@ import tessera
 import torch
 from closeness import DTYPES, close, numbers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEADS, DIM, DIM_V = 6, 16, 24
 
 

@@ -8,6 +8,8 @@ import tessera
 import torch
 from closeness import DTYPES, close, numbers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = {"dense": (2, 5, 3, 8), "packed": (7, 3, 8)}
 
 
