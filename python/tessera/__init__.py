@@ -2,6 +2,7 @@
 
     import tessera
     out = tessera.attention(q, k, v, causal=True)
+    out = tessera.decode(q, k_cache, v_cache, cache_seqlens, k_new=k, v_new=v, causal=True)
 
 q, k and v are tensors of PyTorch (with autograd), arrays of NumPy, or of any library that speaks DLPack.
 What each option means, exactly, is in docs/semantics.md.
@@ -19,7 +20,16 @@ from tessera._call import Options, alignment_is_top_left
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Explanation", "Kernel", "attention", "explain", "kernels", "last_kernel"]
+__all__ = [
+    "Explanation",
+    "Kernel",
+    "attention",
+    "decode",
+    "explain",
+    "kernels",
+    "last_kernel",
+    "merge_states",
+]
 __version__: str = _core.version()
 
 # torch.compiler.is_compiling, once the program has imported torch.
@@ -121,6 +131,131 @@ def attention(
     return _arrays.attention(q, k, v, tensors, options, return_lse)
 
 
+def decode(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    cache_seqlens: Any,
+    *,
+    k_new: Any = None,
+    v_new: Any = None,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
+    leftpad_k: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+    causal: bool = False,
+    window: Sequence[int | None] = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    num_splits: int = 0,
+    out: Any = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Any:
+    """Attention of a few new queries a sequence to a cache of keys and values.
+
+    Without gradients. Nothing is read from a GPU: the lengths there may change between replays of a CUDA
+    graph.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, dim), or packed (total_q, heads_q, dim).
+        k_cache: (batch_cache, seqlen_cache, heads_k, dim), with page_table (pages, page_size, heads_k, dim);
+            of q's dtype. Written to if k_new is given.
+        v_cache: like k_cache, with a dim of its own.
+        cache_seqlens: int32 (batch), the slots in use before the call appends; or one int for all.
+        k_new: (batch, seqlen_new, heads_k, dim), packed where q is; appended to the cache, in place, before
+            anything is read. Likewise v_new.
+        page_table: int32 (batch, max_pages): the page that has slot i is page_table[b, i / page_size].
+        cache_batch_idx: int32 (batch), the row of the cache that a sequence has; without it its own.
+        leftpad_k: int32 (batch): slots before it are no keys of the sequence.
+        rotary_cos: (positions, rotary_dim / 2), float32 or q's dtype: turns k_new and q, by the positions
+            that follow cache_seqlens. Likewise rotary_sin.
+        rotary_interleaved: whether pairs are neighbours, (2i, 2i + 1), or (i, i + rotary_dim / 2).
+        causal, window, softmax_scale, softcap, alibi_slopes, sinks: as in attention(). The last query stands
+            at the last key, after the append.
+        cu_seqlens_q: int32 (batch + 1): q is packed, and k_new by cu_seqlens_k.
+        max_seqlen_q: the most queries of any packed sequence, for those who know it.
+        max_seqlen_k: the most keys of any sequence after the append; default: what the cache has room for.
+        num_splits: parts that a sequence's keys are cut into, at most; 0: automatic.
+        out: what the output is written to: q's shape but for v's dim, q's dtype or float32.
+        return_lse: also return the logarithm of the softmax's denominator.
+        kernel: force a kernel by its name.
+
+    Returns:
+        As attention().
+
+    Raises:
+        ValueError: an argument is wrong; nothing has been written. Lengths, indices and tables on a GPU are
+            believed.
+        NotImplementedError: no kernel, or not the one asked for, can run the call, or a gradient is wanted.
+    """
+    left, right = window
+    compiling = _meet_torch() if _is_compiling is None else _is_compiling()
+    if not compiling:
+        done = _core.simple_decode(
+            q, k_cache, v_cache, out,
+            cache_seqlens, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin,
+            alibi_slopes, None, sinks, cu_seqlens_q, cu_seqlens_k, None, None,
+            softmax_scale, causal, left, right, False, softcap, 0.0, None, max_seqlen_q, max_seqlen_k, False,
+            kernel,
+            rotary_interleaved, num_splits, return_lse,
+        )  # fmt: skip
+        if done is not NotImplemented:
+            return done
+    options = Options(
+        softmax_scale, causal, left, right, softcap=softcap, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, kernel=kernel,
+    )  # fmt: skip
+    tensors = (alibi_slopes, None, sinks, cu_seqlens_q, cu_seqlens_k, None, None)
+    cache = (
+        cache_seqlens, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin,
+    )  # fmt: skip
+    rest = (cache, tensors, options, rotary_interleaved, num_splits, return_lse)
+    if compiling or hasattr(q, "requires_grad"):
+        from tessera import _torch_decode
+
+        return _torch_decode.decode(q, k_cache, v_cache, out, *rest)
+    from tessera import _arrays
+
+    return _arrays.decode(q, k_cache, v_cache, out, *rest)
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, kernel: str | None = None) -> tuple[Any, Any]:
+    """Two results over different keys of the same queries to the one over all of them.
+
+    With PyTorch's tensors it has the gradients of all four, also through the lse that it returns.
+
+    Args:
+        o_a: as attention() or decode() returns it: (batch, seqlen_q, heads_q, dim), or packed.
+        lse_a: with it: float32 (batch, heads_q, seqlen_q), packed (heads_q, total_q). -inf: no weight.
+        o_b: like o_a, of any floating dtype.
+        lse_b: like lse_a.
+        kernel: force a kernel by its name.
+
+    Returns:
+        The output, of o_a's dtype, and its lse.
+
+    Raises:
+        ValueError, NotImplementedError: as attention().
+    """
+    compiling = _meet_torch() if _is_compiling is None else _is_compiling()
+    if compiling or hasattr(o_a, "requires_grad"):
+        from tessera import _torch_decode
+
+        return _torch_decode.merge_states(o_a, lse_a, o_b, lse_b, kernel)
+    from tessera import _arrays
+
+    return _arrays.merge_states(o_a, lse_a, o_b, lse_b, kernel)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What would run for a call, and why. str() of it is for people."""
@@ -141,7 +276,7 @@ class Explanation:
 def explain(q: Any, k: Any, v: Any, *, direction: str = "forward", **options: Any) -> Explanation:
     """What attention(q, k, v, **options) would run: the kernel, its tile, work, memory, who refused and why.
 
-    direction: "forward" or "backward".
+    direction: "forward", "backward", or "decode" for decode(q, k, v, **options).
     """
     from tessera import _explain
 

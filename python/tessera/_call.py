@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Those that are tensors: a tuple in this order.
 TENSORS = ("alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+# Of decode, besides: where the keys lie, and what is appended. A tuple in this order.
+CACHE = (
+    "cache_seqlens",
+    "page_table",
+    "cache_batch_idx",
+    "leftpad_k",
+    "k_new",
+    "v_new",
+    "rotary_cos",
+    "rotary_sin",
+)
 
 
 class Options(NamedTuple):
@@ -33,13 +44,46 @@ def alignment_is_top_left(alignment: str) -> bool:
     raise ValueError(f"causal_alignment: {alignment!r}, expected 'bottom-right' or 'top-left'")
 
 
+def lse_shape(name: str, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Of lse, for a q or an o of this shape."""
+    if len(rows) not in (3, 4):
+        expected = "(batch, seqlen, heads, dim), or packed (total, heads, dim)"
+        raise ValueError(f"{name}: shape {tuple(rows)}, expected {expected}")
+    return (rows[0], rows[2], rows[1]) if len(rows) == 4 else (rows[1], rows[0])
+
+
 def output_shapes(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the output and of lse."""
-    if len(q) not in (3, 4):
-        raise ValueError(
-            f"q: shape {tuple(q)}, expected (batch, seqlen, heads, dim), or packed (total, heads, dim)"
-        )
+    lse = lse_shape("q", q)
     if len(v) != len(q):
         raise ValueError(f"v: shape {tuple(v)}, expected {len(q)} dimensions as q has")
-    lse = (q[0], q[2], q[1]) if len(q) == 4 else (q[1], q[0])
     return (*q[:-1], v[-1]), lse
+
+
+def decoded_shapes(q: tuple[int, ...], v_cache: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the output and of lse of decode."""
+    lse = lse_shape("q", q)
+    if len(v_cache) != 4:
+        raise ValueError(
+            f"v_cache: shape {tuple(v_cache)}, expected (batch, seqlen, heads, dim), or with page_table "
+            "(pages, page_size, heads, dim)"
+        )
+    return (*q[:-1], v_cache[-1]), lse
+
+
+def number_of_sequences(q: tuple[int, ...], cu_seqlens_q: Any) -> int:
+    return q[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+
+
+def check_length(length: int, k_cache: tuple[int, ...], page_table: Any, k_new: Any) -> None:
+    """cache_seqlens where it is one number: known to the host also for a cache on a GPU."""
+    room = k_cache[1] if len(k_cache) == 4 else 2**31 - 1
+    if page_table is not None and len(page_table.shape) == 2:
+        room *= page_table.shape[1]
+    most = room - (k_new.shape[1] if k_new is not None and len(k_new.shape) == 4 else 0)
+    if not 0 <= length <= most:
+        raise ValueError(
+            f"cache_seqlens: {length}, expected 0 to {most}, or an int32 tensor"
+            if most >= 0
+            else f"k_new: {k_new.shape[1]} keys, expected at most the cache's {room} slots"
+        )

@@ -30,21 +30,31 @@ BIAS, SINKS = 1, 2  # in Tensors
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: Options, return_lse: bool) -> Any:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name}: {type(tensor).__name__}, expected a torch.Tensor as q is")
+    expect_tensors(("q", q), ("k", k), ("v", v))
     q, k, v = autocast(q, k, v)
     q, k, v = whole_rows(q), whole_rows(k), whole_rows(v)
     bias, sinks = tensors[BIAS], tensors[SINKS]
     if not torch.compiler.is_compiling():
-        refuse_tangents(q, k, v, bias, sinks)
-    if torch.compiler.is_compiling() or is_watched() or not all(map(is_plain, (q, k, v, *tensors))):
+        refuse_tangents("attention", q, k, v, bias, sinks)
+    if needs_dispatcher(q, k, v, *tensors):
         out, lse = forward_op(q, k, v, drawn_seed(options), *tensors, *for_operator(options))
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)):
         out, lse = Attention.apply(q, k, v, bias, sinks, tensors, options)
     else:
         out, lse, _ = forward(q, k, v, tensors, options, return_lse)
     return (out, lse) if return_lse else out
+
+
+def expect_tensors(*named: tuple[str, Any]) -> None:
+    """All of torch's, for the first is."""
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: {type(tensor).__name__}, expected a torch.Tensor as {named[0][0]} is")
+
+
+def needs_dispatcher(*tensors: Optional[Tensor]) -> bool:
+    """Whether torch's dispatcher has to see the call."""
+    return torch.compiler.is_compiling() or is_watched() or not all(map(is_plain, tensors))
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,13 +80,13 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
-def refuse_tangents(*tensors: Optional[Tensor]) -> None:
+def refuse_tangents(name: str, *tensors: Optional[Tensor]) -> None:
     """Those of forward-mode gradients, which would be lost."""
     forward_ad = torch.autograd.forward_ad
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
-        raise NotImplementedError("tessera.attention has no forward-mode gradients: use backward()")
+        raise NotImplementedError(f"tessera.{name} has no forward-mode gradients: use backward()")
 
 
 def draw_seed(q: Tensor) -> int:
@@ -188,14 +198,14 @@ def from_operator(seed: Tensor | None, numbers: tuple) -> Options:
     return options if options.seed is None else options._replace(seed=options.seed % 2**64)
 
 
-# What both operators end with: the drawn seed, the tensors in TENSORS' order, the numbers in Options'.
-OPTIONS_SCHEMA = (
-    "Tensor? drawn_seed, "
-    + ", ".join(f"Tensor? {name}" for name in TENSORS)
+# The tensors in TENSORS' order, the numbers in Options'.
+TENSORS_SCHEMA = (
+    ", ".join(f"Tensor? {name}" for name in TENSORS)
     + ", float? softmax_scale, bool causal, SymInt? window_left, SymInt? window_right, bool top_left"
     ", float softcap, float dropout_p, SymInt? seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
     ", bool deterministic, str? kernel"
 )
+OPTIONS_SCHEMA = f"Tensor? drawn_seed, {TENSORS_SCHEMA}"  # what both operators end with
 
 
 def split_options(rest: tuple) -> tuple[Tensors, Options]:

@@ -94,3 +94,64 @@ def attention(
     if sinks is not None:
         grads["sinks"] = dsinks
     return out, lse, grads
+
+
+def rotated(x, cos, sin, positions, *, interleaved):
+    """Rows x (rows, heads, dim), turned by the angles of their positions."""
+    x, half = x.copy(), cos.shape[1]
+    first, second = (
+        (np.arange(half) * 2, np.arange(half) * 2 + 1)
+        if interleaved
+        else (np.arange(half), np.arange(half) + half)
+    )
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    a, b = x[..., first], x[..., second]
+    x[..., first], x[..., second] = a * c - b * s, a * s + b * c
+    return x
+
+
+def decode(
+    q, k_cache, v_cache, lengths, *, k_new=None, v_new=None, page_table=None, cache_batch_idx=None,
+    leftpad_k=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=False, alibi_slopes=None,
+    rounded=lambda x: x, causal=False, window=(None, None), **options,
+):  # fmt: skip
+    """A sequence at a time: q, k_new and v_new are lists of (rows, heads, dim).
+
+    The outputs and lse, as lists, and the caches after the append; rounded: to the cache's dtype.
+    """
+    k_cache, v_cache = k_cache.astype(np.float64), v_cache.astype(np.float64)
+    q = [np.asarray(x, np.float64) for x in q]
+    new = [0 if k_new is None else len(k_new[b]) for b in range(len(q))]
+
+    def places(b):
+        """Of the slots of a sequence: block and row in it."""
+        slots = np.arange(lengths[b] + new[b])
+        if page_table is None:
+            row = b if cache_batch_idx is None else cache_batch_idx[b]
+            return np.full_like(slots, row), slots
+        size = k_cache.shape[1]
+        return page_table[b][slots // size], slots % size
+
+    for b in range(len(q)):  # every append comes before anything is read
+        if k_new is None:
+            continue
+        keys, at = np.asarray(k_new[b], np.float64), lengths[b] + np.arange(new[b])
+        if rotary_cos is not None:
+            keys = rotated(keys, rotary_cos, rotary_sin, at, interleaved=rotary_interleaved)
+            moves = causal or window != (None, None)
+            stand = lengths[b] + (np.arange(len(q[b])) if moves else np.zeros(len(q[b]), int))
+            q[b] = rotated(q[b], rotary_cos, rotary_sin, stand, interleaved=rotary_interleaved)
+        blocks, rows = (x[lengths[b] :] for x in places(b))
+        k_cache[blocks, rows] = rounded(keys)
+        v_cache[blocks, rows] = v_new[b]
+    outs, lses = [], []
+    for b in range(len(q)):
+        blocks, rows = (x[0 if leftpad_k is None else leftpad_k[b] :] for x in places(b))
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.ndim == 1 else alibi_slopes[b]
+        out, lse = attention(
+            q[b][None], k_cache[blocks, rows][None], v_cache[blocks, rows][None],
+            causal=causal, window=window, alibi_slopes=slopes, **options,
+        )  # fmt: skip
+        outs.append(out[0])
+        lses.append(lse[0])
+    return outs, lses, k_cache, v_cache

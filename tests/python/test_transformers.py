@@ -177,10 +177,11 @@ def one_thread() -> Iterator[None]:
 
 
 class Spy:
-    """Counts the calls of tessera.attention and keeps their options."""
+    """Counts the calls of tessera.attention and tessera.decode, and keeps the options of the former."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.steps = 0
 
     def options(self) -> set[str]:
         return {name for call in self.calls for name, x in call.items() if x is not None}
@@ -192,13 +193,19 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
-    original, watcher = tessera.attention, Spy()
+    attention, decode, watcher = tessera.attention, tessera.decode, Spy()
 
     def watched(q: Any, k: Any, v: Any, **options: Any) -> Any:
         watcher.calls.append(options)
-        return original(q, k, v, **options)
+        return attention(q, k, v, **options)
+
+    def watched_decode(q: Any, k: Any, v: Any, lengths: Any, **options: Any) -> Any:
+        watcher.steps += 1
+        assert k.shape[0] == q.shape[0]
+        return decode(q, k, v, lengths, **options)
 
     monkeypatch.setattr(tessera, "attention", watched)
+    monkeypatch.setattr(tessera, "decode", watched_decode)
     yield watcher
 
 
@@ -252,7 +259,8 @@ def test_generate(family: str, padding: str, cache: str, device: str, spy: Spy) 
         )
 
     want, got = generate("eager"), generate("tessera")
-    assert len(spy.calls) == 12 * SIZES["num_hidden_layers"]
+    assert len(spy.calls) == SIZES["num_hidden_layers"]  # the prompt
+    assert spy.steps == 11 * SIZES["num_hidden_layers"]
     assert spy.bias_rows() <= 1
     if device == "cpu":
         assert torch.equal(got.sequences, want.sequences)
@@ -262,6 +270,101 @@ def test_generate(family: str, padding: str, cache: str, device: str, spy: Spy) 
     for step, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
         rows = agree[:, :step].all(1)
         assert distance(a[rows].float(), b[rows].float()) <= 0.05 * float(b.float().norm())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("how", ["holes", "beams"])
+def test_generate_in_other_ways(how: str, cache: str, spy: Spy) -> None:
+    """Padding inside the prompt becomes a bias of one row; beams move their rows of the cache about."""
+    batch, model = inputs("left"), build("mistral", sliding_window=30)
+    if how == "holes":
+        batch["attention_mask"][:, 15:17] = 0
+    options = {"num_beams": 2} if how == "beams" else {}
+    tokens = [
+        variant(model, name).generate(
+            **batch,
+            **options,
+            do_sample=False,
+            max_new_tokens=6,
+            cache_implementation=cache,
+            disable_compile=True,
+        )
+        for name in ("tessera", "eager")
+    ]
+    assert torch.equal(*tokens)
+    assert spy.bias_rows() <= 1
+    assert spy.steps == (0 if how == "holes" else 5 * SIZES["num_hidden_layers"])
+
+
+def test_generate_with_a_compiled_model(device: str) -> None:
+    """Transformers compiles a model with a static cache, on a CPU if told to: decode is in the graph."""
+    if not hasattr(transformers, "CompileConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no CompileConfig")
+    torch._dynamo.reset()
+    seen: set[str] = set()
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    config = transformers.CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    config._compile_all_devices = True
+    model = build("llama")
+
+    def generate(implementation: str, **options: Any) -> torch.Tensor:
+        return variant(model, implementation, device).generate(
+            **{name: x.to(device) for name, x in inputs("left").items()},
+            do_sample=False,
+            max_new_tokens=5,
+            cache_implementation="static",
+            **options,
+        )
+
+    got = generate("tessera", compile_config=config)
+    assert "tessera.decode.default" in seen
+    if device == "cpu":
+        assert torch.equal(got, generate("eager", disable_compile=True))
+
+
+def test_a_step_reads_no_unused_slot() -> None:
+    """Nor padding: both are NaN."""
+    heads, keys = 2, 9
+    query, key, value = torch.randn(2, heads, 1, 8), *torch.randn(2, 2, heads, keys, 8)
+    step = integration.mask(
+        2, keys, q_length=1, q_offset=5, attention_mask=torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    )
+    assert step[:, 0, 0].tolist() == [[0, 6], [2, 6]]
+    whole = tessera.attention(*(x.transpose(1, 2)[1:] for x in (query, key[..., 2:6, :], value[..., 2:6, :])))
+    for x in (key, value):
+        x[..., 6:, :] = torch.nan
+        x[1, :, :2] = torch.nan
+    out, _ = integration.attention(torch.nn.Identity(), query, key, value, step)
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out[1:], whole)
+
+
+def test_a_step_with_gradients(spy: Spy) -> None:
+    """decode has none: then it is attention."""
+    batch, model = inputs("left"), build("mistral")
+
+    def grads(implementation: str) -> list[torch.Tensor]:
+        copied = variant(model, implementation)
+        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        cache = copied(
+            batch["input_ids"][:, :-1], attention_mask=batch["attention_mask"][:, :-1], use_cache=True
+        ).past_key_values
+        copied(
+            batch["input_ids"][:, -1:],
+            attention_mask=batch["attention_mask"],
+            position_ids=positions[:, -1:],
+            past_key_values=cache,
+        ).logits.square().sum().backward()
+        return [parameter.grad for parameter in copied.parameters()]
+
+    for got, want in zip(grads("tessera"), grads("eager"), strict=True):
+        assert distance(got, want) <= 1e-4 * (float(want.norm()) + 1)
+    assert spy.steps == 0
+    assert spy.bias_rows() == 1
 
 
 @pytest.mark.parametrize("padding", LENGTHS)
@@ -391,6 +494,32 @@ def test_dropout() -> None:
     assert not torch.allclose(logits(5), logits(6))
     model.eval()
     assert torch.equal(logits(5), logits(6))
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_compiled_step(padding: str, spy: Spy) -> None:
+    """With its mask: where padding cannot be read it is a bias, else the step is decode."""
+    batch, model = inputs(padding), variant(build("llama"), "tessera")
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, -1:]
+    if padding == "none":
+        del batch["attention_mask"]
+
+    def step(compiled: bool) -> torch.Tensor:
+        mask = batch.get("attention_mask")
+        before, now = (
+            ({}, {}) if mask is None else ({"attention_mask": mask[:, :-1]}, {"attention_mask": mask})
+        )
+        cache = model(batch["input_ids"][:, :-1], **before, use_cache=True).past_key_values
+        call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        return call(batch["input_ids"][:, -1:], **now, position_ids=positions, past_key_values=cache).logits
+
+    logits = []
+    for compiled in (False, True):
+        spy.steps = 0
+        with torch.no_grad():
+            logits.append(step(compiled))
+        assert spy.steps == (0 if compiled and padding == "left" else SIZES["num_hidden_layers"])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])

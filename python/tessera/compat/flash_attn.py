@@ -14,6 +14,7 @@ dimension more before the heads, of size 3 or 2. Query i of a sequence stands at
 import math
 import sys
 
+import torch
 from torch import Tensor
 
 import tessera
@@ -148,9 +149,32 @@ def flash_attn_varlen_func(
     """`flash_attn_func` of packed sequences: q (total_q, heads_q, dim), k and v (total_k, heads_k, dim).
 
     Sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 (int32). softmax_lse is (heads_q, total_q).
+    With `block_table` (batch, max_blocks) k and v are pages (blocks, block_size, heads_k, dim), and
+    cu_seqlens_k says how long the sequences are; without gradients and dropout.
     """
     if block_table is not None:
-        raise NotImplementedError("block_table: paged keys and values are not supported yet")
+        if dropout_p > 0.0:
+            raise NotImplementedError(f"dropout_p: {dropout_p}, expected 0 with block_table")
+        result = tessera.decode(
+            q,
+            k,
+            v,
+            cu_seqlens_k.diff(),
+            page_table=_contiguous(block_table),
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=int(max_seqlen_q),
+            max_seqlen_k=int(max_seqlen_k),
+            causal=causal,
+            window=_window(window_size, causal),
+            softmax_scale=softmax_scale,
+            softcap=max(softcap, 0.0),
+            alibi_slopes=alibi_slopes,
+            return_lse=return_attn_probs,
+        )
+        if not return_attn_probs:
+            return result
+        out, lse = result
+        return out, _mark_empty(lse), q.new_empty(0)
     return _attend(
         q,
         k,
@@ -257,11 +281,63 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Not supported yet. It is here so that a program which imports it and does not call it still runs."""
-    raise NotImplementedError(
-        "flash_attn_with_kvcache: key caches are not supported yet; one that is not appended to can be read "
-        "by tessera.attention(q, k_cache, v_cache, seqused_k=cache_seqlens)"
-    )
+    """Attention of q (batch, seqlen_q, heads_q, dim) to a cache, without gradients.
+
+    k_cache and v_cache are (batch_cache, seqlen_cache, heads_k, dim), or with `block_table` (batch,
+    max_blocks) (blocks, block_size, heads_k, dim). `k` and `v` (batch, seqlen_new, heads_k, dim) are first
+    written to the slots from `cache_seqlens` on, in place; without `cache_seqlens` the cache is full.
+    `rotary_cos` and `rotary_sin` (positions, rotary_dim / 2) turn k and q: from position cache_seqlens on,
+    all queries at cache_seqlens where there is neither `causal` nor a window. With `return_softmax_lse` the
+    result is (out, softmax_lse).
+    """
+    room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError("cache_seqlens: None, expected an int or an int32 tensor, for k is appended")
+        cache_seqlens = room
+    # A side as wide as the cache is no window: without one, rotary positions are others.
+    window_size = tuple(-1 if side >= room else side for side in window_size)
+    with torch.no_grad():
+        result = tessera.decode(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            k_new=k,
+            v_new=v,
+            page_table=_contiguous(block_table),
+            cache_batch_idx=_contiguous(cache_batch_idx),
+            leftpad_k=cache_leftpad,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            causal=causal,
+            window=_window(window_size, causal),
+            softmax_scale=softmax_scale,
+            softcap=max(softcap, 0.0),
+            alibi_slopes=alibi_slopes,
+            num_splits=max(num_splits, 0),
+            return_lse=return_softmax_lse,
+        )
+    if not return_softmax_lse:
+        return result
+    out, lse = result
+    return out, _mark_empty(lse)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _window(sides: tuple[int, int], causal: bool) -> tuple[int | None, int | None]:
+    """A negative side is unbounded; causal overrides the right one."""
+    left, right = (None if side < 0 else side for side in sides)
+    return left, None if causal else right
+
+
+def _mark_empty(lse: Tensor) -> Tensor:
+    """flash-attn's mark of a row without keys."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def _attend(
@@ -278,13 +354,12 @@ def _attend(
     return_attn_probs: bool,
     **packed: Tensor | int,
 ) -> Result:
-    left, right = (None if side < 0 else side for side in window_size)
     result = tessera.attention(
         q,
         k,
         v,
         causal=causal,
-        window=(left, None if causal else right),  # causal overrides the right side
+        window=_window(window_size, causal),
         softmax_scale=softmax_scale,
         softcap=max(softcap, 0.0),  # a negative one is off, too
         alibi_slopes=alibi_slopes,
@@ -296,8 +371,7 @@ def _attend(
     if not return_attn_probs:
         return result
     out, lse = result
-    softmax_lse = lse.masked_fill(lse == -math.inf, math.inf)  # flash-attn's mark of a row without keys
-    return out, softmax_lse, None if dropout_p > 0.0 else q.new_empty(0)
+    return out, _mark_empty(lse), None if dropout_p > 0.0 else q.new_empty(0)
 
 
 def _unpack(name: str, x: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:

@@ -10,10 +10,16 @@ each layer. A mask of ours is one of
     None                   nothing is hidden but what the layer says of itself (is_causal, sliding_window)
     (batch, keys) bool     False: padding. Fewer keys than the cache has: the others are not filled yet
     (batch, keys) int32    several sequences in a row: keys with the same number belong together
+    (batch, 1, 1, 2) int32    one query: the first key that it sees, and the one behind the last
     (batch, 1, queries, keys) bool    everything that is hidden; becomes a bias
 
 The last is made for patterns that the others cannot say (chunks, images inside text, functions of the user's)
-and for a single query. Only it grows with the square of the length. One that the user gives is treated alike.
+and for a single query between holes. Only it grows with the square of the length. One that the user gives is
+treated alike.
+
+A step of generate() has one query: tessera.decode reads the keys where the cache has them, up to the last one
+in use, whatever the cache. That a row's padding has no holes is read from the mask, once for a forward; on a
+GPU that waits for it, as generate() itself does after each step.
 
 Rows of padding have finite values of no meaning, as in the other implementations, but not the same ones.
 """
@@ -76,7 +82,7 @@ def attention(
 
     query, key and value are (batch, heads, sequence, dim); the output is (batch, sequence, heads, dim).
     """
-    for name in ("head_mask", "cache"):
+    for name in ("head_mask", "cache", "indices"):
         if others.get(name) is not None:
             raise NotImplementedError(f"{name}: attn_implementation='tessera' cannot take it")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -85,9 +91,27 @@ def attention(
     window = layer_window(module, is_causal, sliding_window)
     options: dict[str, Any] = {}
 
+    if s_aux is not None and s_aux.dtype not in (torch.float32, q.dtype):
+        s_aux = s_aux.to(q.dtype)
+
     if attention_mask is None:
         if cu_seq_lens_q is not None:
             options = packed(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    elif is_step(attention_mask):
+        first, behind = attention_mask[:, 0, 0].unbind(1)
+        if not (dropout or position_bias is not None or wants_gradient(q, k, v, s_aux)):
+            out = tessera.decode(
+                q,
+                k,
+                v,
+                behind.contiguous(),
+                leftpad_k=first.contiguous(),
+                softmax_scale=scaling,
+                softcap=softcap or 0.0,
+                sinks=s_aux,
+            )
+            return out, None
+        window, options = EVERYTHING, {"bias": step_bias(first, behind, k.shape[1])}
     elif attention_mask.dim() == 4:
         window = EVERYTHING
         options = {"bias": bias_of(attention_mask[..., : k.shape[1]], q.dtype)}
@@ -100,8 +124,6 @@ def attention(
             raise NotImplementedError("position_bias: not for packed sequences")
         position_bias = position_bias[..., : k.shape[1]].to(q.dtype)
         options = {"bias": position_bias + options["bias"] if "bias" in options else position_bias}
-    if s_aux is not None and s_aux.dtype not in (torch.float32, q.dtype):
-        s_aux = s_aux.to(q.dtype)
 
     is_packed = "cu_seqlens_q" in options
     if is_packed:
@@ -149,6 +171,63 @@ def packed(
     }
 
 
+# ---- One query.
+
+
+def is_step(mask: Tensor) -> bool:
+    return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (1, 2)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """decode has none."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def step_bias(first: Tensor, behind: Tensor, keys: int) -> Tensor:
+    places = torch.arange(keys, device=first.device)
+    return padding_bias((places >= first[:, None]) & (places < behind[:, None]))
+
+
+def step_mask(
+    window: Window,
+    padding: Tensor | None,
+    device: torch.device | str | None,
+    batch: int,
+    keys: int,
+    place: int | Tensor,
+) -> Tensor | None:
+    """The keys that one query sees, which stands at key `place`; None: they do not follow one another."""
+    if padding is not None and not is_one_run(padding):
+        return None
+    left, right = window
+    first = 0 if left is None else clamp(place - left, 0, keys)
+    behind = keys if right is None else clamp(place + right + 1, 0, keys)
+    if padding is not None:
+        start = padding.int().argmax(1)
+        behind = (start + padding.sum(1)).clamp(max=behind)
+        first = torch.minimum(start.clamp(min=first), behind)
+    # Each of the two is contiguous, for the kernels.
+    made = torch.empty(2, batch, dtype=torch.int32, device=device)
+    made[0], made[1] = first, behind
+    return made.T[:, None, None]
+
+
+def is_one_run(padding: Tensor) -> bool:
+    """Whether the keys of every row follow one another. False, too, where that cannot be read."""
+    if torch.compiler.is_compiling() or (padding.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool((runs_of(padding) <= 1).all())
+
+
+def runs_of(mask: Tensor) -> Tensor:
+    """How many there are in each row."""
+    return (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, :1].sum(1)
+
+
+def clamp(x: int | Tensor, low: int, high: int) -> int | Tensor:
+    return x.clamp(low, high) if isinstance(x, torch.Tensor) else min(max(x, low), high)
+
+
 # ---- 2-D masks.
 
 
@@ -183,8 +262,8 @@ def make_layout(mask: Tensor, queries: int, window: Window) -> Layout:
             raise ValueError(f"attention_mask: {keys} sequence numbers for {queries} queries")
         return Layout(window, packed_runs(mask))
     mask = mask != 0
-    rises = (mask[:, 1:] & ~mask[:, :-1]).sum(1)
-    runs = rises + mask[:, :1].sum(1)
+    runs = runs_of(mask)
+    rises = runs - mask[:, :1].sum(1)
     is_full, is_right, is_one_run = torch.stack((mask.all(), (rises == 0).all(), (runs <= 1).all())).tolist()
     if is_full:
         return Layout(window, {})
@@ -238,6 +317,11 @@ def mask(
     if pattern is not None:
         padding = key_padding(attention_mask, kv_offset, kv_length)
         device = others.get("device")
+        if q_length == 1 and kv_length > 1 and pattern.numbers is None:
+            place = q_offset - kv_offset
+            step = step_mask(pattern.window, padding, device, batch_size, kv_length, place)
+            if step is not None:
+                return step
         small = small_mask(pattern, padding, device, batch_size, q_length, kv_length, q_offset, kv_offset)
         if small is not NotImplemented:
             return small

@@ -1,0 +1,543 @@
+"""tessera.decode: values and the cache after an append, torch.compile, CUDA graphs, arrays, errors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import tessera
+import torch
+from closeness import DTYPES, close, numbers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS, DIM, DIM_V = 6, 16, 24
+
+
+def int32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class Case:
+    """A call with random tensors: what tessera.decode takes, and what the oracle says of it."""
+
+    def __init__(
+        self, device, dtype, *, lengths=(11, 0, 60), seqlen_q=1, new=None, heads_k=2, page_size=None,
+        leftpad=None, batch_idx=None, rotary=None, interleaved=False, packed=None, sinks=False, alibi=None,
+        head_major=False, seed=0, **options,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, kind=dtype):
+            return torch.randn(shape, generator=generator).to(device, kind)
+
+        self.dtype, batch, room = dtype, len(lengths), 70
+        self.lengths = lengths
+        rows_q = packed or [seqlen_q] * batch
+        rows_new = None if new is None else (new if isinstance(new, (list, tuple)) else [new] * batch)
+        self.options = options
+        self.options |= {"sinks": normal(HEADS, kind=torch.float32)} if sinks else {}
+        if alibi is not None:
+            self.options["alibi_slopes"] = normal(*alibi, kind=torch.float32).abs()
+
+        blocks, size = 5, room
+        if page_size is not None:
+            size, pages = page_size, -(-room // page_size)
+            blocks = batch * pages + 2
+            order = torch.randperm(blocks, generator=generator)[: batch * pages]
+            self.options["page_table"] = order.view(batch, pages).to(device, torch.int32)
+        if batch_idx is not None:
+            self.options["cache_batch_idx"] = int32(batch_idx, device)
+        if leftpad is not None:
+            self.options["leftpad_k"] = int32(leftpad, device)
+        shape = (blocks, heads_k, size) if head_major else (blocks, size, heads_k)
+        self.k_cache, self.v_cache = normal(*shape, DIM), normal(*shape, DIM_V)
+        if head_major:
+            self.k_cache, self.v_cache = self.k_cache.transpose(1, 2), self.v_cache.transpose(1, 2)
+        self.cache_seqlens = int32(lengths, device)
+
+        def rows(counts, heads, dim):
+            return normal(sum(counts), heads, dim) if packed else normal(batch, counts[0], heads, dim)
+
+        def each(x, counts):
+            return [
+                part.numpy() for part in torch.from_numpy(numbers(x)).view(-1, *x.shape[-2:]).split(counts)
+            ]
+
+        self.q = rows(rows_q, HEADS, DIM)
+        judged = {"q": each(self.q, rows_q)}
+        if rows_new is not None:
+            self.options |= {"k_new": rows(rows_new, heads_k, DIM), "v_new": rows(rows_new, heads_k, DIM_V)}
+            judged |= {name: each(self.options[name], rows_new) for name in ("k_new", "v_new")}
+        if packed:
+            self.options["cu_seqlens_q"] = int32([0, *np.cumsum(rows_q)], device)
+            if rows_new is not None:
+                self.options["cu_seqlens_k"] = int32([0, *np.cumsum(rows_new)], device)
+        if rotary is not None:
+            angles = torch.arange(80)[:, None] * 10.0 ** -torch.linspace(0, 2, rotary // 2)
+            self.options |= {
+                "rotary_cos": angles.cos().to(device, dtype),
+                "rotary_sin": angles.sin().to(device, dtype),
+                "rotary_interleaved": interleaved,
+            }
+        self.judged = judged
+
+    def expected(self):
+        others = {
+            name: numbers(x) if isinstance(x, torch.Tensor) else x
+            for name, x in self.options.items()
+            if name not in ("num_splits", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k", "max_seqlen_q")
+        }
+        for name in ("page_table", "cache_batch_idx", "leftpad_k"):
+            if name in others:
+                others[name] = others[name].astype(int)
+        caches = numbers(self.k_cache), numbers(self.v_cache)
+        judged = dict(self.judged)
+        queries = judged.pop("q")
+        outs, lses, k_cache, v_cache = oracle.decode(
+            queries, *caches, self.lengths, **others | judged,
+            rounded=lambda x: numbers(torch.from_numpy(x).to(self.dtype)),
+        )  # fmt: skip
+        if self.q.dim() == 3:
+            return np.concatenate(outs), np.concatenate(lses, -1), k_cache, v_cache
+        return np.stack(outs), np.stack(lses), k_cache, v_cache
+
+    def check(self, call=tessera.decode):
+        """call: tessera.decode, or something that does the same."""
+        out_, lse_, k_, v_ = self.expected()
+        before = self.k_cache.clone(), self.v_cache.clone()
+        out, lse = call(
+            self.q, self.k_cache, self.v_cache, self.cache_seqlens, return_lse=True, **self.options
+        )
+        assert out.dtype == self.q.dtype
+        close(out, out_, self.dtype, "out")
+        close(lse, lse_, self.dtype, "lse")
+        # A rotated key may be rounded the other way; all else is copied, or not touched.
+        close(self.k_cache, k_, self.dtype, "k_cache")
+        np.testing.assert_array_equal(numbers(self.v_cache), v_)
+        if "k_new" not in self.options:
+            assert torch.equal(self.k_cache, before[0])
+        return out, lse
+
+
+CASES = {
+    "one query": {},
+    "mqa": {"heads_k": 1},
+    "mha": {"heads_k": 6},
+    "several queries": {"seqlen_q": 5, "causal": True},
+    "window": {"seqlen_q": 3, "window": (7, 1)},
+    "softcap and scale": {"softcap": 2.0, "softmax_scale": 0.4},
+    "sinks": {"sinks": True, "seqlen_q": 2},
+    "alibi": {"alibi": (HEADS,), "seqlen_q": 4, "causal": True},
+    "alibi of each sequence": {"alibi": (3, HEADS)},
+    "splits": {"num_splits": 3, "lengths": (70, 1, 33)},
+    "a bound": {"max_seqlen_k": 60},
+    "pages": {"page_size": 16, "seqlen_q": 2, "causal": True},
+    "pages of one": {"page_size": 1},
+    "pages of 7, head-major": {"page_size": 7, "head_major": True, "new": 2, "seqlen_q": 2},
+    "head-major": {"head_major": True, "new": 1},
+    "rows of the cache": {"batch_idx": (4, 0, 0)},
+    "left padding": {"leftpad": (3, 0, 59), "seqlen_q": 2, "causal": True},
+    "append": {"new": 1, "causal": True},
+    "append several": {"new": 4, "seqlen_q": 4, "causal": True},
+    "append more than is asked": {"new": 3, "seqlen_q": 1},
+    "append by rows": {"new": 2, "batch_idx": (4, 0, 2), "leftpad": (1, 0, 5)},
+    "append to pages": {"new": 5, "seqlen_q": 5, "causal": True, "page_size": 4},
+    "rotary": {"new": 3, "seqlen_q": 3, "causal": True, "rotary": DIM},
+    "rotary, partial, interleaved": {
+        "new": 2, "seqlen_q": 2, "causal": True, "rotary": 6, "interleaved": True, "page_size": 5,
+    },
+    "rotary, no mask": {"new": 2, "seqlen_q": 3, "rotary": 8},
+    "rotary, window": {"new": 2, "seqlen_q": 2, "rotary": 8, "window": (9, None), "leftpad": (2, 0, 9)},
+    "packed": {"packed": [3, 1, 4], "causal": True},
+    "packed, append": {"packed": [3, 0, 4], "new": [2, 1, 4], "causal": True, "page_size": 8, "rotary": DIM},
+    "everything": {
+        "seqlen_q": 3, "new": 3, "page_size": 16, "rotary": 8, "interleaved": True, "window": (20, 0),
+        "softcap": 5.0, "sinks": True, "alibi": (HEADS,), "num_splits": 2, "softmax_scale": 0.3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_option(device, case):
+    for dtype in DTYPES[device]:
+        Case(device, dtype, **CASES[case]).check()
+
+
+def test_long_sequences_in_any_batch_have_the_same_bits(device):
+    dtype = DTYPES[device][0]
+    q = torch.randn(3, 1, 8, 64, device=device).to(dtype)
+    k, v = (torch.randn(3, 3000, 2, 64, device=device).to(dtype) for _ in range(2))
+    lengths = int32([3000, 17, 1500], device)
+    out, lse = tessera.decode(q, k, v, lengths, return_lse=True)
+    for b in range(3):
+        one = slice(b, b + 1)
+        alone, alone_lse = tessera.decode(q[one], k[one], v[one], lengths[one], return_lse=True)
+        assert torch.equal(alone, out[one])
+        assert torch.equal(alone_lse, lse[one])
+        keys = slice(0, int(lengths[b]))
+        expected, expected_lse = oracle.attention(*(numbers(x) for x in (q[one], k[one, keys], v[one, keys])))
+        close(alone, expected, dtype)
+        close(alone_lse, expected_lse, dtype)
+
+
+def test_one_length_for_all(device):
+    case = Case(device, DTYPES[device][0], lengths=(9, 9, 9), new=1, page_size=4)
+    case.cache_seqlens = 9
+    case.check()
+    for length in (-1, 72, 2**40):
+        with pytest.raises(ValueError, match=f"cache_seqlens: {length}, expected 0 to 71"):
+            tessera.decode(case.q, case.k_cache, case.v_cache, length, **case.options)
+
+
+def test_what_is_no_key_is_not_read(device):
+    dtype = DTYPES[device][0]
+    case = Case(device, dtype, leftpad=(3, 0, 5), new=1)
+    for b, (first, last) in enumerate(((3, 11), (0, 0), (5, 60))):
+        case.k_cache[b, :first] = case.v_cache[b, :first] = torch.nan
+        case.k_cache[b, last:] = case.v_cache[b, last:] = torch.nan
+    out = tessera.decode(case.q, case.k_cache, case.v_cache, case.cache_seqlens, **case.options)
+    assert torch.isfinite(out).all()
+
+
+def test_keys_and_values_of_one_tensor(device):
+    """As servers keep them: a page has its keys, then its values."""
+    dtype = DTYPES[device][0]
+    case = Case(device, dtype, new=2, page_size=8)
+    both = torch.zeros(case.k_cache.shape[0], 2, 8, 2, DIM_V, device=device, dtype=dtype)
+    both[:, 0, ..., :DIM], both[:, 1] = case.k_cache, case.v_cache
+    case.k_cache, case.v_cache = both[:, 0, ..., :DIM], both[:, 1]
+    case.check()
+
+
+def test_out(device):
+    dtype = DTYPES[device][-1]
+    case = Case(device, dtype, new=1, seqlen_q=2, causal=True)
+    expected = case.expected()[0]
+    for kind in (dtype, torch.float32):
+        out = torch.full(expected.shape, torch.nan, device=device, dtype=kind)
+        version = out._version
+        done = tessera.decode(case.q, case.k_cache, case.v_cache, case.cache_seqlens, out=out, **case.options)
+        assert done is out
+        assert out._version > version
+        close(out, expected, dtype)
+
+
+def test_rows_of_any_strides(device):
+    case = Case(device, DTYPES[device][0], new=2, seqlen_q=2, causal=True)
+    case.q = case.q.transpose(2, 3).contiguous().transpose(2, 3)
+    case.options["k_new"] = case.options["k_new"].transpose(1, 3).contiguous().transpose(1, 3)
+    case.check()
+
+
+def test_autograd_knows_of_the_append():
+    """A gradient that needs the cache as it was is an error, not another gradient."""
+    k_cache = torch.zeros(1, 8, 1, 4)
+    weight = torch.ones(4, requires_grad=True)
+    loss = (k_cache * weight).sum()
+    x = torch.ones(1, 1, 1, 4)
+    tessera.decode(x, k_cache, k_cache.clone(), 0, k_new=x, v_new=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_gradients():
+    q, cache = torch.zeros(1, 1, 1, 4, requires_grad=True), torch.zeros(1, 8, 1, 4)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        tessera.decode(q, cache, cache, 3)
+    with torch.no_grad():
+        assert not tessera.decode(q, cache, cache, 3).requires_grad
+    with torch.inference_mode():
+        caches = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4)
+        tessera.decode(q, *caches, 3, k_new=q.clone(), v_new=q.clone())
+
+
+# ---- For torch's dispatcher.
+
+
+@pytest.mark.parametrize("case", ["one query", "rotary", "append to pages", "packed", "sinks"])
+def test_compiled(device, case):
+    def call(*tensors, **options):
+        out, lse = tessera.decode(*tensors, **options)
+        return out * 1, lse
+
+    with torch.no_grad():
+        case = Case(device, DTYPES[device][0], **CASES[case])
+        case.check(torch.compile(call, fullgraph=True, backend="aot_eager"))
+
+
+@pytest.mark.gpu
+def test_compiled_with_cuda_graphs():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch._dynamo.reset()
+    case = Case("cuda", torch.bfloat16, new=1, causal=True)
+    torch._dynamo.mark_static_address(case.k_cache)
+    torch._dynamo.mark_static_address(case.v_cache)
+    compiled = torch.compile(tessera.decode, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(3):
+            case.check(compiled)
+
+
+def test_compiled_into_out():
+    case = Case("cpu", torch.bfloat16)
+    out = torch.empty(3, 1, HEADS, DIM_V)
+    compiled = torch.compile(tessera.decode, fullgraph=True, backend="aot_eager")
+    tensors = (case.q, case.k_cache, case.v_cache, case.cache_seqlens)
+    compiled(*tensors, out=out)
+    assert torch.equal(out, tessera.decode(*tensors, out=torch.empty_like(out)))
+    with pytest.raises(Exception, match=r"out: torch\.float32"):
+        compiled(*tensors, out=torch.empty(3, 1, HEADS, DIM))
+
+
+def test_opcheck():
+    from tessera import _torch_decode
+    from tessera._call import CACHE, TENSORS, Options
+
+    for options in (CASES["rotary"], {}):
+        case = Case("cpu", torch.float32, **options)
+        cache = [case.options.get(name) for name in CACHE[1:]]
+        operator = _torch_decode.append_op if "new" in options else _torch_decode.decode_op
+        tensors = (case.q, case.k_cache, case.v_cache, case.cache_seqlens, *cache, *[None] * len(TENSORS))
+        torch.library.opcheck(operator, (*tensors, *Options(), False, 0, False))
+
+
+def test_dispatch_modes_see_the_operators():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def watched(*tensors, **options):
+        with Watch():
+            return tessera.decode(*tensors, **options)
+
+    Case("cpu", torch.float32).check(watched)
+    Case("cpu", torch.float32, new=1).check(watched)
+    assert [name for name in seen if "tessera" in name] == [
+        "tessera.decode.default",
+        "tessera.decode_append.default",
+    ]
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_lengths():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    case = Case("cuda", torch.bfloat16, new=1, causal=True, page_size=16, rotary=DIM, lengths=(1, 0, 2))
+    tensors = (case.q, case.k_cache, case.v_cache, case.cache_seqlens)
+    call = dict(case.options, return_lse=True, out=torch.empty(3, 1, HEADS, DIM_V).to(case.q))
+    tessera.decode(*tensors, **call)  # compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = tessera.decode(*tensors, **call)
+    for lengths in ((5, 17, 60), (0, 1, 33)):
+        case.lengths = lengths
+        case.cache_seqlens.copy_(int32(lengths, "cuda"))
+        expected = case.expected()
+        graph.replay()
+        close(out, expected[0], case.dtype)
+        close(lse, expected[1], case.dtype)
+        close(case.k_cache, expected[2], case.dtype)
+
+
+@pytest.mark.gpu
+def test_on_a_stream_without_waiting():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    case = Case("cuda", torch.bfloat16, new=2, seqlen_q=2, causal=True)
+    case.check()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            tessera.decode(case.q, case.k_cache, case.v_cache, case.cache_seqlens, **case.options)
+            tessera.decode(case.q, case.k_cache, case.v_cache, 5, **case.options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+
+
+# ---- Arrays.
+
+
+def as_arrays(case):
+    """The call of a case with NumPy's arrays."""
+
+    def array(x):
+        return x.numpy() if isinstance(x, torch.Tensor) else x
+
+    tensors = [array(x) for x in (case.q, case.k_cache, case.v_cache, case.cache_seqlens)]
+    return tensors, {name: array(x) for name, x in case.options.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numpy(case):
+    def call(*tensors, **options):
+        arrays = Case.__new__(Case)
+        arrays.q, arrays.k_cache, arrays.v_cache, arrays.cache_seqlens = tensors
+        arrays.options = {name: x for name, x in options.items() if name != "return_lse"}
+        given, others = as_arrays(arrays)  # they share memory: the append is seen
+        return [torch.from_numpy(x) for x in tessera.decode(*given, return_lse=True, **others)]
+
+    Case("cpu", torch.float32, **CASES[case]).check(call)
+
+
+def test_numpy_of_any_strides():
+    case = Case("cpu", torch.float32, new=1)
+    expected = case.expected()[0]
+    (q, k, v, lengths), options = as_arrays(case)
+    wide = np.repeat(lengths, 2)[::2]  # not contiguous
+    out = np.empty((3, 1, HEADS, DIM_V), np.float32)
+    assert tessera.decode(np.asfortranarray(q), k, v, wide, out=out, **options) is out
+    close(torch.from_numpy(out), expected, torch.float32)
+    k.flags.writeable = False
+    with pytest.raises(ValueError, match="k_cache: a read-only array"):
+        tessera.decode(q, k, v, lengths, **options)
+    tessera.decode(q, k, v, lengths)
+    field = np.zeros(k.shape, dtype=[("pad", "i1"), ("x", "f4")])["x"]
+    with pytest.raises(ValueError, match=r"k_cache: strides of .* bytes"):
+        tessera.decode(q, field, v, lengths)
+    with pytest.raises(ValueError, match=r"k_cache: stride .*, expected a last stride of 1"):
+        tessera.decode(q, np.asfortranarray(k), v, lengths)
+
+
+def test_a_foreign_array():
+    class Bare:
+        def __init__(self, x):
+            self.x = x
+
+        def __dlpack__(self, **options):
+            return self.x.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.x.__dlpack_device__()
+
+    case = Case("cpu", torch.float32)
+    (q, k, v, lengths), _ = as_arrays(case)
+    out = tessera.decode(Bare(q), Bare(k), Bare(v), Bare(lengths))
+    close(torch.from_numpy(out), case.expected()[0], torch.float32)
+    with pytest.raises(NotImplementedError, match="k_new: arrays of Bare are not written to"):
+        tessera.decode(Bare(q), Bare(k), Bare(v), 1, k_new=Bare(q), v_new=Bare(q))
+
+
+@pytest.mark.gpu
+def test_cupy():
+    cupy = pytest.importorskip("cupy")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    case = Case("cpu", torch.float16, new=1, page_size=16, lengths=(11, 0, 60))
+    expected = case.expected()
+    given, options = as_arrays(case)
+    given = [cupy.asarray(x) for x in given]
+    options = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    with cupy.cuda.Stream(non_blocking=True):
+        out, lse = tessera.decode(*given, return_lse=True, **options)
+        close(torch.from_numpy(cupy.asnumpy(out)), expected[0], case.dtype)
+        close(torch.from_numpy(cupy.asnumpy(lse)), expected[1], case.dtype)
+        close(torch.from_numpy(cupy.asnumpy(given[1])), expected[2], case.dtype)
+
+
+# ---- Errors.
+
+
+def test_errors_name_the_argument():
+    def call(**changes):
+        case = Case("cpu", torch.float32, new=2, seqlen_q=2, causal=True, rotary=8)
+        values = {"q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache}
+        values |= {"cache_seqlens": case.cache_seqlens, **case.options}
+        values |= {name: x(values) if callable(x) else x for name, x in changes.items()}
+        before = values["k_cache"].clone() if isinstance(values["k_cache"], torch.Tensor) else None
+        try:
+            tessera.decode(**values)
+        finally:
+            assert before is None or torch.equal(values["k_cache"], before)  # nothing is written
+
+    for changes, text in [
+        ({"cache_seqlens": int32([1, 2, 69], "cpu")}, r"cache_seqlens\[2\]: 69, expected 0 to 68"),
+        ({"cache_seqlens": int32([1, 2], "cpu")}, "cache_seqlens: shape"),
+        ({"cache_seqlens": torch.tensor([1, 2, 3])}, "cache_seqlens.dtype: int64"),
+        ({"cache_seqlens": None}, "cache_seqlens: not given"),
+        ({"cache_seqlens": [1, 2, 3]}, "cache_seqlens: list"),
+        ({"q": lambda x: x["q"][0]}, "q: "),
+        ({"q": lambda x: x["q"][0, 0]}, "q: shape"),
+        ({"k_cache": lambda x: x["k_cache"].bfloat16()}, "k_cache.dtype: bfloat16"),
+        ({"k_cache": lambda x: x["k_cache"].numpy()}, "k_cache: ndarray, expected a torch.Tensor"),
+        ({"v_cache": lambda x: x["v_cache"][0]}, "v_cache: shape"),
+        ({"v_new": None}, "v_new: not given, expected with k_new"),
+        ({"k_new": None, "v_new": None}, "k_new: not given, expected with rotary_cos"),
+        ({"rotary_sin": None}, "rotary_sin: not given"),
+        ({"rotary_sin": 3}, "rotary_sin: int, expected a torch.Tensor"),
+        ({"sinks": 3, "cache_seqlens": 2}, "sinks: int, expected a torch.Tensor"),
+        (
+            {"cache_batch_idx": int32([1, 2, 2], "cpu"), "cache_seqlens": 5},
+            r"cache_batch_idx\[2\]: 2, expected",
+        ),
+        ({"leftpad_k": int32([0, 1, 0], "cpu")}, r"leftpad_k\[1\]: 1"),
+        ({"page_table": int32([[0], [1], [7]], "cpu")}, r"page_table\[2\]\[0\]: 7"),
+        ({"num_splits": -1}, "num_splits: -1"),
+        ({"num_splits": 1.5}, "num_splits: 1.5, expected an integer"),
+        ({"window": (-3, 0)}, "window_left: -3"),
+        ({"max_seqlen_k": 5}, "max_seqlen_k: 5, expected at least"),
+        ({"out": torch.empty(3, 2, HEADS, DIM)}, "out: shape"),
+        ({"out": torch.empty(3, 2, HEADS, DIM_V, dtype=torch.float16)}, "out.dtype: float16"),
+        ({"out": lambda x: x["q"]}, "out: "),
+        ({"kernel": "nobody"}, "kernel: nobody"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=text):
+            call(**changes)
+    with pytest.raises(NotImplementedError, match="cuda_sm80"):
+        call(kernel="cuda_sm80")
+
+
+def test_a_forced_kernel_runs(device):
+    case = Case(device, DTYPES[device][0])
+    for kernel in tessera.kernels():
+        if kernel.available and kernel.device == device and kernel.name != "cpu_amx":
+            case.options["kernel"] = kernel.name
+            tessera.decode(case.q, case.k_cache, case.v_cache, case.cache_seqlens, **case.options)
+            assert tessera.last_kernel() == kernel.name
+
+
+def test_explain_takes_the_same_arguments():
+    case = Case("cpu", torch.float32, new=1)
+    for lengths in (case.cache_seqlens, 7):
+        explained = tessera.explain(
+            case.q, case.k_cache, case.v_cache, direction="decode", cache_seqlens=lengths, **case.options
+        )
+        tessera.decode(case.q, case.k_cache, case.v_cache, lengths, **case.options)
+        assert explained.kernel == tessera.last_kernel()
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        tessera.explain(case.q, case.k_cache, case.v_cache, direction="decode", cache_seqlens=71)
+
+
+def test_the_documentation_runs():
+    """Every piece of code in docs/serving.md, one after another, but for what needs a GPU."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(pieces) == 5
+    names = {}
+    for piece in pieces:
+        if not piece.startswith("# on a GPU"):
+            exec(piece, names)
+    assert torch.isfinite(names["out"]).all()
+
+
+def test_signature():
+    """What is not said by position has a name, and attention's names mean the same."""
+    parameters = inspect.signature(tessera.decode).parameters
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == ["q", "k_cache", "v_cache", "cache_seqlens"]
+    of_attention = inspect.signature(tessera.attention).parameters
+    for name in parameters.keys() & of_attention.keys():
+        assert parameters[name].default == of_attention[name].default, name
