@@ -1,9 +1,11 @@
 // tessera bench: the grid head_dim x causal x seqlen at a fixed number of tokens and a fixed hidden size,
-// forward and backward, with the machine's FMA peak measured beside it; then the figures of figures.h.
+// forward and backward, with the machine's FMA peak measured beside it; decode's rows (decode_bench.h); then
+// the figures of figures.h.
 #include <cstdio>
 
 #include "cli/call.h"
 #include "cli/command.h"
+#include "cli/decode_bench.h"
 #include "cli/figures.h"
 #include "cli/fma_peak.h"
 #include "cli/machine.h"
@@ -14,14 +16,14 @@ namespace tessera::cli {
 namespace {
 
 struct BenchFlags {
-  std::vector<DType> dtypes = {DType::float32, DType::bfloat16};
+  std::vector<DType> dtypes;  // none: fp32 and bf16, decode fp16 too
   std::vector<std::int64_t> head_dims = {64, 128, 256};
   std::vector<std::int64_t> seqlens = {512, 1024, 2048, 4096};
   std::int64_t tokens = 4096, hidden = 512;
   double min_time = 0.3;
   std::string kernel;
   int threads = 0;
-  bool quick = false, no_figures = false, no_grid = false;
+  bool quick = false, no_figures = false, no_grid = false, no_decode = false;
   std::string out;
   bool json = false;
 };
@@ -31,12 +33,16 @@ struct Cell {
   Direction direction = Direction::forward;
 };
 
+std::vector<DType> dtypes_or(const BenchFlags& flags, const std::vector<DType>& dtypes) {
+  return flags.dtypes.empty() ? dtypes : flags.dtypes;
+}
+
 std::vector<Cell> grid(const BenchFlags& flags) {
   std::vector<Cell> cells;
   CallFlags call;
   call.options.kernel = flags.kernel;
   call.options.threads = flags.threads;
-  for (const DType dtype : flags.dtypes) {
+  for (const DType dtype : dtypes_or(flags, {DType::float32, DType::bfloat16})) {
     for (const std::int64_t head_dim : flags.head_dims) {
       for (const bool causal : {false, true}) {
         for (const std::int64_t seqlen : flags.seqlens) {
@@ -121,11 +127,21 @@ int run_bench(const BenchFlags& flags) {
                 peak / 1e9);
   }
   if (!flags.no_grid) result["cells"] = measure_grid(flags, peak);
-  if (!flags.no_figures) {
-    const auto figures = measure_figures({flags.kernel, flags.threads, flags.quick});
-    result["figures"] = figures;
-    if (!flags.json) print_figures(figures);
+  std::vector<Figure> figures;
+  if (!flags.no_decode) {
+    if (!flags.no_grid && !flags.json) std::printf("\n");
+    const auto dtypes = dtypes_or(flags, {DType::float32, DType::float16, DType::bfloat16});
+    const auto rows =
+        measure_decode({dtypes, flags.kernel, flags.threads, flags.min_time, flags.quick, !flags.json});
+    result["decode"] = rows;
+    figures = decode_figures(rows);
   }
+  if (!flags.no_figures) {
+    const auto others = measure_figures({flags.kernel, flags.threads, flags.quick});
+    figures.insert(figures.end(), others.begin(), others.end());
+  }
+  result["figures"] = figures;
+  if (!flags.json && !figures.empty()) print_figures(figures);
   write_result(result, flags.json, flags.out);
   return 0;
 }
@@ -135,7 +151,9 @@ int run_bench(const BenchFlags& flags) {
 void add_bench(CLI::App& app, Run& run) {
   const auto [command, flags] = add_command<BenchFlags>(
       app, run, "bench", "Time a grid of calls against the machine's peak", run_bench);
-  command->add_option("--dtype", flags->dtypes, "fp32, bf16, fp16; several with commas (default fp32,bf16)")
+  command
+      ->add_option("--dtype", flags->dtypes,
+                   "fp32, bf16, fp16; several with commas (default fp32,bf16; decode fp16 too)")
       ->delimiter(',')
       ->transform(dtype_name())
       ->type_name("DTYPE");
@@ -155,8 +173,9 @@ void add_bench(CLI::App& app, Run& run) {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->add_flag("--quick", flags->quick, "Three calls a cell; the figures at smaller sizes");
-  command->add_flag("--no-grid", flags->no_grid, "Only the figures");
-  command->add_flag("--no-figures", flags->no_figures, "Only the grid");
+  command->add_flag("--no-grid", flags->no_grid, "Without the grid of forward and backward");
+  command->add_flag("--no-decode", flags->no_decode, "Without decode");
+  command->add_flag("--no-figures", flags->no_figures, "Without the figures of forward and backward");
   command->add_option("--out", flags->out, "Also write the JSON to this file");
   add_kernel(*command, flags->kernel);
   add_threads(*command, flags->threads);

@@ -1,6 +1,7 @@
 #include "cli/buffer.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <random>
@@ -43,6 +44,15 @@ void fill_normal(T* data, std::int64_t count, std::uint64_t tensor) {
   }
 }
 
+// A wish: where it is not granted, nothing is wrong.
+void ask_for_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t skipped = (page - reinterpret_cast<std::uintptr_t>(data) % page) % page;
+  if (skipped < bytes) madvise(static_cast<std::byte*>(data) + skipped, bytes - skipped, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 Memory allocate(std::size_t bytes) {
@@ -68,20 +78,22 @@ void* Store::take(std::size_t bytes) {
   ++tensors_;
   if (kind_ == Kind::phantom) return reserved_.emplace_back(bytes).address;
   memory_.push_back(allocate(bytes));
-  return memory_.back().get();
+  void* data = memory_.back().get();
+  if (kind_ == Kind::huge) ask_for_huge_pages(data, bytes);
+  return data;
 }
 
 Tensor Store::zeros(DType dtype, std::initializer_list<std::int64_t> shape) {
   const auto bytes = static_cast<std::size_t>(count_of(shape) * size_of(dtype));
   void* data = take(bytes);
-  if (kind_ == Kind::real) std::memset(data, 0, bytes);  // also makes the pages resident
+  if (kind_ != Kind::phantom) std::memset(data, 0, bytes);  // also makes the pages resident
   return {data, dtype, shape};
 }
 
 Tensor Store::normal(DType dtype, std::initializer_list<std::int64_t> shape) {
   const std::int64_t count = count_of(shape);
   void* data = take(static_cast<std::size_t>(count * size_of(dtype)));
-  if (kind_ == Kind::real) {
+  if (kind_ != Kind::phantom) {
     if (dtype == DType::float32) fill_normal(static_cast<float*>(data), count, tensors_);
     if (dtype == DType::float16) fill_normal(static_cast<float16*>(data), count, tensors_);
     if (dtype == DType::bfloat16) fill_normal(static_cast<bfloat16*>(data), count, tensors_);

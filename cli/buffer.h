@@ -34,10 +34,11 @@ struct Reservation {
 };
 
 // Owns tensors. A phantom store's tensors have addresses of their own but no memory, for explain: any size is
-// cheap, and touching one is a fault.
+// cheap, and touching one is a fault. Those of a huge one lie in huge pages where the system gives them: what
+// is read at the speed of memory would else be told by its translation of addresses.
 class Store {
  public:
-  enum class Kind : std::uint8_t { real, phantom };
+  enum class Kind : std::uint8_t { real, huge, phantom };
   explicit Store(Kind kind) : kind_(kind) {}
 
   [[nodiscard]] Tensor zeros(DType dtype, std::initializer_list<std::int64_t> shape);

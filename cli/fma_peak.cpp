@@ -2,14 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <barrier>
-#include <chrono>
 #include <cstdint>
-#include <thread>
 #include <vector>
 
 #include "cli/simd_level.h"
+#include "cli/team.h"
 
 namespace tessera::cli {
 namespace {
@@ -64,33 +61,14 @@ Loop widest_loop() {
   return {multiply_add_generic, 4};
 }
 
-// All threads start together and run the same number of rounds. Each takes its own times, for the thread that
-// started them may be asleep while they work; from the first begin to the last end counts.
+// All threads run the same number of rounds.
 double run_once(const Loop& loop, int threads, std::int64_t rounds) {
-  using Clock = std::chrono::steady_clock;
   struct alignas(64) Slot {
-    Clock::time_point begin, end;
     float sink = 0;
   };
   std::vector<Slot> slots(static_cast<std::size_t>(threads));
-  std::barrier start(threads);
-  std::vector<std::jthread> team;
-  team.reserve(slots.size());
-  for (Slot& slot : slots) {
-    team.emplace_back([&] {
-      start.arrive_and_wait();
-      slot.begin = Clock::now();
-      loop.run(rounds, &slot.sink);
-      slot.end = Clock::now();
-    });
-  }
-  team.clear();  // joins
-  Clock::time_point begin = slots[0].begin, end = slots[0].end;
-  for (const Slot& slot : slots) {
-    begin = std::min(begin, slot.begin);
-    end = std::max(end, slot.end);
-  }
-  const double seconds = std::chrono::duration<double>(end - begin).count();
+  const double seconds = seconds_of_team(
+      threads, [&](int thread) { loop.run(rounds, &slots[static_cast<std::size_t>(thread)].sink); });
   return 2.0 * chains * loop.lanes * static_cast<double>(rounds) * threads / seconds;
 }
 

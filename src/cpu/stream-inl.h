@@ -7,8 +7,10 @@
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
-constexpr int stream_rows = HWY_CAP_GE512 || HWY_ARCH_ARM ? 4 : 2;  // at once: accumulators fit the registers
-constexpr int stream_keys = 4, stream_vectors = 4;
+// Rows at once, by keys or by vectors of values: accumulators and operands fit the 16 registers of AVX2, and
+// are chains enough to keep two multiply-adds a cycle going. A sum's order is the same in any of them.
+constexpr int stream_rows = 4, stream_keys = 4;
+constexpr int stream_width(int rows) { return HWY_CAP_GE512 || HWY_ARCH_ARM || rows <= 2 ? 4 : 3; }
 
 // A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
 template <class T>
@@ -30,10 +32,13 @@ HWY_INLINE void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
   // In each block of four lanes: a, b, c, d.
   const Vec blocks = hn::Add(hn::BitCast(f, hn::InterleaveLower(wide, ab, cd)),
                              hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
-  alignas(64) float parts[lanes];
   if constexpr (lanes == 4) {
     store(blocks, to);
+  } else if constexpr (lanes == 8) {
+    const hn::Half<FloatTag> half;
+    hn::StoreU(hn::Add(hn::LowerHalf(half, blocks), hn::UpperHalf(half, blocks)), half, to);
   } else {
+    alignas(64) float parts[lanes];
     const hn::CappedTag<float, 4> four;
     store(blocks, parts);
     auto sum = hn::Load(four, parts);
@@ -70,44 +75,47 @@ struct Next {
   }
 };
 
-// Lines of four vectors: what a step of the loops below works through.
-template <class T>
-constexpr int lines_of_step =
-    std::max<int>(1, 4 * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) / 64);
+// Lines of so many vectors: what a step of the loops below works through.
+template <class T, int vectors>
+constexpr int lines_of_step = (vectors * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) + 63) / 64;
 
-// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups of stream_keys. The head's
-// elements lie `offset` behind the row's pointer.
+// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups. The head's elements lie
+// `offset` behind the row's pointer.
 template <int rows, class T>
 HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
                                 std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
                                 float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
+  constexpr int keys = stream_width(rows);
+  constexpr bool step_fetches = keys == 4;  // otherwise all registers are taken
   const std::int64_t whole = dim / lanes * lanes;
-  for (std::int64_t j = begin; j < end; j += stream_keys) {
-    const T* k[stream_keys];
-    for (int n = 0; n < stream_keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
-    Vec acc[rows][stream_keys];
+  for (std::int64_t j = begin; j < end; j += keys) {
+    if constexpr (!step_fetches) next.fetch(static_cast<int>(keys * dim * sizeof(T) / 64) + 1);
+    const T* k[keys];
+    for (int n = 0; n < keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
+    Vec acc[rows][keys];
     HWY_UNROLL(4)
     for (int r = 0; r < rows; ++r) {
       HWY_UNROLL(4)
-      for (int n = 0; n < stream_keys; ++n) acc[r][n] = set(0.0f);
+      for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
     }
     const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
-      next.fetch(lines_of_step<T>);
-      Vec kc[stream_keys];
+      if constexpr (step_fetches) next.fetch(lines_of_step<T, keys>);
+      Vec kc[keys];
       HWY_UNROLL(4)
-      for (int n = 0; n < stream_keys; ++n) kc[n] = load_k(k[n] + c);
+      for (int n = 0; n < keys; ++n) kc[n] = load_k(k[n] + c);
       HWY_UNROLL(4)
       for (int r = 0; r < rows; ++r) {
         const Vec qc = load(q + r * q_ld + c);
         HWY_UNROLL(4)
-        for (int n = 0; n < stream_keys; ++n) acc[r][n] = hn::MulAdd(qc, kc[n], acc[r][n]);
+        for (int n = 0; n < keys; ++n) acc[r][n] = hn::MulAdd(qc, kc[n], acc[r][n]);
       }
     };
     for (std::int64_t c = 0; c < whole; c += lanes)
       step(c, [](const T* p) HWY_ATTR { return load_as_float(p); });
     if (whole < dim) step(whole, [&](const T* p) HWY_ATTR { return load_up_to(p, dim - whole); });
     HWY_UNROLL(4)
-    for (int r = 0; r < rows; ++r) store_sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3], s + r * s_ld + j);
+    for (int r = 0; r < rows; ++r)
+      store_sums(acc[r][0], acc[r][1], acc[r][2], keys > 3 ? acc[r][keys - 1] : set(0.0f), s + r * s_ld + j);
   }
 }
 
@@ -126,7 +134,7 @@ HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld,
       acc[r][n] = hn::Mul(set(alpha[r]), load(acc_o + r * o_ld + c + n * lanes));
   }
   for (std::int64_t j = begin; j < end; ++j) {
-    next.fetch(lines_of_step<T>);
+    next.fetch(lines_of_step<T, vectors>);
     const T* row = static_cast<const T*>(v_rows[j]) + offset + c;
     Vec v[vectors];
     HWY_UNROLL(4)
@@ -150,15 +158,18 @@ template <int rows, class T>
 HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows,
                               std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
                               const float* alpha, float* acc_o, std::int64_t o_ld, Next& next) {
+  constexpr int most = stream_width(rows);
   std::int64_t c = 0;
-  for (; c + stream_vectors * lanes <= dim; c += stream_vectors * lanes) {
-    stream_columns<rows, stream_vectors, true, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha,
-                                                  acc_o, o_ld, next);
-  }
-  for (; c < dim; c += lanes) {
-    stream_columns<rows, 1, false, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o, o_ld,
-                                      next);
-  }
+  const auto columns = [&](auto vectors, auto whole) HWY_ATTR {
+    stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o,
+                                            o_ld, next);
+    c += vectors * lanes;
+  };
+  // Two and two rather than three and one: one vector is too few chains.
+  while (c + most * lanes <= dim && (most == 4 || (dim - c) / lanes != 4))
+    columns(std::integral_constant<int, most>(), std::true_type());
+  while (c + 2 * lanes <= dim) columns(std::integral_constant<int, 2>(), std::true_type());
+  while (c < dim) columns(std::integral_constant<int, 1>(), std::false_type());
 }
 
 // Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.
