@@ -1,4 +1,6 @@
-// Scalar conversions between float and the 16-bit types, round to nearest even, NaN stays NaN.
+// Scalar conversions between float and the narrower types: round to nearest even, NaN stays NaN. The 8-bit
+// types, those of caches, have no infinity: what is beyond them becomes the nearest that they have, and
+// int8's NaN is 0.
 #pragma once
 
 #include <bit>
@@ -11,6 +13,10 @@ struct bfloat16 {
 };
 struct float16 {
   std::uint16_t bits;
+};
+// 4 bits of exponent, 3 of mantissa, no infinity; NaN has all seven set.
+struct float8_e4m3fn {
+  std::uint8_t bits;
 };
 
 [[nodiscard]] constexpr float to_float(float x) { return x; }
@@ -27,6 +33,17 @@ struct float16 {
   const float value = static_cast<float>(magnitude) * 0x1p-24f;  // subnormal or zero: exact
   return sign != 0 ? -value : value;
 }
+
+[[nodiscard]] constexpr float to_float(float8_e4m3fn x) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x80u) << 24;
+  const std::uint32_t magnitude = x.bits & 0x7Fu;
+  if (magnitude == 0x7Fu) return std::bit_cast<float>(sign | 0x7FC00000u);
+  if (magnitude >= 0x08u) return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
+  const float value = static_cast<float>(magnitude) * 0x1p-9f;  // subnormal or zero: exact
+  return sign != 0 ? -value : value;
+}
+
+[[nodiscard]] constexpr float to_float(std::int8_t x) { return x; }
 
 template <class T>
 [[nodiscard]] constexpr T from_float(float x);
@@ -58,6 +75,30 @@ template <>
   }
   const std::uint32_t rounded = magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u);
   return {static_cast<std::uint16_t>(sign | rounded >> 13)};
+}
+
+template <>
+[[nodiscard]] constexpr float8_e4m3fn from_float<float8_e4m3fn>(float x) {
+  const auto bits = std::bit_cast<std::uint32_t>(x);
+  const auto sign = static_cast<std::uint8_t>(bits >> 24 & 0x80u);
+  const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return {static_cast<std::uint8_t>(sign | 0x7Fu)};
+  if (magnitude >= 0x43E00000u) return {static_cast<std::uint8_t>(sign | 0x7Eu)};  // 448, the largest
+  if (magnitude < 0x3C800000u) {
+    // Subnormal: adding 2^14 leaves the value, rounded to a multiple of 2^-9, in the low mantissa bits.
+    const float shifted = std::bit_cast<float>(magnitude) + 16384.0f;
+    return {static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x46800000u))};
+  }
+  const std::uint32_t rounded = magnitude - (120u << 23) + 0x7FFFFu + (magnitude >> 20 & 1u);
+  return {static_cast<std::uint8_t>(sign | rounded >> 20)};
+}
+
+template <>
+[[nodiscard]] constexpr std::int8_t from_float<std::int8_t>(float x) {
+  if (!(x > -127.0f)) return x == x ? -127 : 0;
+  if (x >= 127.0f) return 127;
+  // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low mantissa bits.
+  return static_cast<std::int8_t>(std::bit_cast<std::uint32_t>(x + 12582912.0f) - 0x4B400000u);
 }
 
 }  // namespace tessera
