@@ -83,7 +83,7 @@ struct DecodeScratch : ForwardScratch {
       v_rows[i] = carve.take<const void*>(stream_block + 4);
     }
     wide_ld = round_up(std::max(problem.head_dim, problem.head_dim_v), lanes) + line<float>;
-    wide = carve.take<float>(size_of(problem.k.dtype) == 1 ? stream_block * wide_ld : 0);
+    wide = carve.take<float>(problem.k.dtype == DType::float8_e4m3fn ? stream_block * wide_ld : 0);
     wide_rows = carve.take<const void*>(stream_block);
   }
   // Of the rows from `first` on, as they stream.
@@ -288,8 +288,8 @@ HWY_NOINLINE const void* const* widen_rows(const DecodeScratch& scratch, const v
 }
 
 // Key heads that lie side by side: block by block, first the scores of all of them, then the values.
-// Meanwhile the block's values and then the next block's keys are called for. Where 8-bit rows would be
-// converted more than once, they are converted before.
+// Meanwhile the block's values and then the next block's keys are called for. Where float8 rows would be
+// converted more than once, which costs, they are converted before.
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   const Problem& problem = work.problem;
   const std::int64_t size = size_of(problem.k.dtype), rows = work.rows.size(), heads = work.kv_heads.size();
@@ -320,8 +320,9 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
     with_any_type(problem.k.dtype, [&](auto* type) HWY_ATTR {
       using T = std::remove_pointer_t<decltype(type)>;
-      using Wide = std::conditional_t<sizeof(T) == 1, float, T>;
-      const bool widened = sizeof(T) == 1 && rows > stream_rows;
+      constexpr bool costly = std::is_same_v<T, float8_e4m3fn>;
+      using Wide = std::conditional_t<costly, float, T>;
+      const bool widened = costly && rows > stream_rows;
       Next values(scratch.v_rows[side], block.size(), heads * problem.head_dim_v * size);
       for (std::int64_t h = 0; h < heads; ++h) {
         const DecodeScratch part = scratch.from(h * rows);
