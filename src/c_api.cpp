@@ -281,6 +281,10 @@ tessera_code tessera_prepare_decode(const tessera_decode_args* args) {
   return tessera::guarded([&] { return tessera::pass_to<tessera::Decode>(tessera::prepare, args); });
 }
 
+tessera_code tessera_prepare_merge_states(const tessera_merge_states_args* args) {
+  return tessera::guarded([&] { return tessera::pass_to<tessera::MergeStates>(tessera::prepare, args); });
+}
+
 tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes) {
   return tessera::guarded([&] { return tessera::workspace_size_of<tessera::Forward>(args, bytes); });
 }

@@ -171,6 +171,7 @@ TESSERA_EXPORT tessera_code tessera_merge_states(const tessera_merge_states_args
 TESSERA_EXPORT tessera_code tessera_prepare_forward(const tessera_forward_args* args);
 TESSERA_EXPORT tessera_code tessera_prepare_backward(const tessera_backward_args* args);
 TESSERA_EXPORT tessera_code tessera_prepare_decode(const tessera_decode_args* args);
+TESSERA_EXPORT tessera_code tessera_prepare_merge_states(const tessera_merge_states_args* args);
 
 TESSERA_EXPORT tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes);
 TESSERA_EXPORT tessera_code tessera_backward_workspace_size(const tessera_backward_args* args, size_t* bytes);

@@ -198,6 +198,7 @@ struct MergeStates {
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Backward& call);
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Decode& call);
+[[nodiscard]] TESSERA_EXPORT Status prepare(const MergeStates& call);
 
 // Bytes of workspace the call needs, 0 included. The workspace itself is not looked at.
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Forward& call);

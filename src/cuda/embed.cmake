@@ -9,6 +9,7 @@ set(shared_core_headers
   decode_params.h
   host_device.h
   mask.h
+  merge_params.h
   philox.h)
 
 set(kernels ${PROJECT_SOURCE_DIR}/kernels)

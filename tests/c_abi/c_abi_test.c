@@ -432,6 +432,7 @@ static void test_merge_states(void) {
   args.lse_a = args.lse = &c.t_lse;
   args.o_b = &t_o_b;
   args.lse_b = &t_lse_b;
+  CHECK(tessera_prepare_merge_states(&args) == TESSERA_OK);
   CHECK(tessera_merge_states(&args) == TESSERA_OK);
   CHECK(fabsf(c.o[0] - 2.0f) < 1e-6f && fabsf(c.lse[0] - logf(3.0f)) < 1e-6f);
   args.lse_b = NULL;

@@ -211,6 +211,7 @@ TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
       const char* params = is("tessera_sm90_forward")    ? "Sm90ForwardParams"
                            : is("tessera_sm90_backward") ? "Sm90BackwardParams"
                            : decodes                     ? "DecodeParams"
+                           : is("tessera_merge")         ? "MergeParams"
                                                          : "AttentionParams";
       EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ " + params + " params)"),
                 std::string::npos)
@@ -230,6 +231,18 @@ Problem problem_of(std::int64_t batch, std::int64_t seqlen, std::int64_t heads, 
   p.num_heads_q = p.num_heads_k = heads;
   p.head_dim = p.head_dim_v = head_dim;
   return p;
+}
+
+// A warp a row of a head.
+TEST(Plan, MergeHasAWarpForEveryRow) {
+  Problem p = problem_of(3, 5, 7, 64);
+  p.direction = Direction::merge;
+  const SmallConfig config{Small::merge, Half::bfloat16};
+  EXPECT_EQ(blocks_of(config, p), (3 * 5 * 7 * 32 + threads_of(config) - 1) / threads_of(config));
+  p.packed = true;
+  EXPECT_EQ(blocks_of(config, p), (5 * 7 * 32 + threads_of(config) - 1) / threads_of(config));
+  p.rows_q = 0;
+  EXPECT_EQ(blocks_of(config, p), 0);
 }
 
 TEST(Plan, BackwardsWorkspaceIsDqAndDeltaAndLittleMore) {

@@ -60,7 +60,7 @@ void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half t
 
 std::vector<PackEntry> pack_list(std::string_view arch) {
   const DeviceLimits limits = limits_of(arch);
-  std::vector<PackEntry> list;
+  std::vector<PackEntry> list = {entry(SmallConfig{Small::merge, Half::bfloat16})};
   for (const Half type : {Half::bfloat16, Half::float16}) {
     if (arch == "sm_90a") {
       add_sm90_forward(list, type);

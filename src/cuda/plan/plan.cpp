@@ -121,6 +121,8 @@ SmallKernel small_kernel(Small kernel) {
       return {"convert_dq", "dq.cuh", "AttentionParams", dq_warps * 32};
     case Small::append:
       return {"append", "append.cuh", "DecodeParams", 128};
+    case Small::merge:
+      return {"merge", "merge.cuh", "MergeParams", 128};
     case Small::combine:
       break;
   }
@@ -223,6 +225,7 @@ std::string kernel_name(const DecodeConfig& c) {
                 c.block_m, c.warps, c.keys, c.stages, cluster.c_str(), aligned_name(c.aligned));
 }
 std::string kernel_name(const SmallConfig& c) {
+  if (c.kernel == Small::merge) return "tessera_merge";
   return format("tessera_%s_%s", small_kernel(c.kernel).name, type_name(c.type));
 }
 
@@ -457,6 +460,8 @@ std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
       return problem.num_heads_q;
     case Small::convert_dq:
       return problem.rows_q == 0 ? 0 : ceil_div(tiles_q(problem, 16) * problem.num_heads_q, dq_warps);
+    case Small::merge:
+      return ceil_div(all_rows_q(problem) * problem.num_heads_q, threads_of(config) / 32);
     case Small::append:
     case Small::combine:
       break;  // plan/decode.h

@@ -19,8 +19,8 @@ struct DeviceLimits {
 
 [[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t x, std::int64_t y) { return (x + y - 1) / y; }
 
-// The kernels that are compiled for a type only.
-enum class Small : std::uint8_t { delta, dsinks, convert_dq, append, combine };
+// The kernels that are compiled for a type only; merge for none, its tensors say theirs.
+enum class Small : std::uint8_t { delta, dsinks, convert_dq, append, combine, merge };
 struct SmallConfig {
   Small kernel;
   Half type;
