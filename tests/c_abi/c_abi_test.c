@@ -405,6 +405,10 @@ static void test_decode_int8(void) {
   CHECK(c.o[0] == 4.0f);
   args.struct_size = sizeof args;
   t_k.dtype.code = t_v.dtype.code = TESSERA_DL_FLOAT8_E4M3FN;
+  free(args.workspace);
+  CHECK(tessera_decode_workspace_size(&args, &bytes) == TESSERA_OK);
+  args.workspace = malloc(bytes);
+  args.workspace_bytes = bytes;
   CHECK(tessera_decode(&args) == TESSERA_OK);
   CHECK(c.o[0] == 0.00390625f); /* 0x04 is 2^-7 */
   t_k.dtype.code = kDLInt;
