@@ -36,7 +36,10 @@ struct DecodeShared {
   };
   tile::SharedTile<(C.block_m < 16 ? 16 : C.block_m), C.head_dim> q;  // ldmatrix reads 16 rows
   float2 state[C.warps][C.block_m];                                   // reference and sum
-  float2 joined[C.block_m];                                           // of all warps
+  // What the cluster's blocks send this one: its share of the tile, of each of them.
+  static constexpr int fours = C.cluster == 1 ? 1 : C.block_m * (C.head_dim_v / 4) + C.cluster;
+  alignas(16) float4 sent[fours];
+  float2 sent_state[fours];
 };
 
 // Where the key of a lane lies; block -1: there is none.
@@ -440,11 +443,9 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
   }
 }
 
-// What `warps` warps have becomes the block's: o[0] and joined.
+// What the warps have goes to shared memory.
 template <DecodeConfig C, int n, int mv>
-__device__ __forceinline__ void join_warps(DecodeShared<C>& shared, const DecodeState<n, mv>& state,
-                                           int warps) {
-  constexpr int threads = C.warps * 32;
+__device__ __forceinline__ void publish(DecodeShared<C>& shared, const DecodeState<n, mv>& state, int warps) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   cute::cp_async_wait<0>();
   __syncthreads();  // o takes the place of k and v
@@ -464,16 +465,6 @@ __device__ __forceinline__ void join_warps(DecodeShared<C>& shared, const Decode
     }
   }
   __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < C.block_m * (C.head_dim_v / 4); i += threads) {
-    const int row = i / (C.head_dim_v / 4), col = i % (C.head_dim_v / 4) * 4;
-    float4 o;
-    const float2 joined = tile::join_tree<C.warps>(
-        o, warps, [&](int w) { return shared.state[w][row]; },
-        [&](int w) { return *reinterpret_cast<const float4*>(&shared.o[w][row][col]); });
-    *reinterpret_cast<float4*>(&shared.o[0][row][col]) = o;  // this thread's alone
-    if (col == 0) shared.joined[row] = joined;
-  }
 }
 
 template <DecodeConfig C>
@@ -498,6 +489,12 @@ __device__ void decode(const DecodeParams& params) {
   const DecodeBlocks blocks = params.blocks_of(splits);
   if (split >= blocks.count) return;  // a cluster's barrier does not wait for those who have left
 
+#if __CUDA_ARCH__ >= 900
+  if constexpr (C.cluster > 1) {
+    if (blocks.count > 1) ptx::arrive_cluster();
+  }
+#endif
+
   // The warp's keys that some query of the tile sees.
   const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
   const int first_part = split * C.warps * blocks.parts;
@@ -514,8 +511,13 @@ __device__ void decode(const DecodeParams& params) {
 
   DecodeState<n, mv> state;
   attend<C>(params, tile, shared, keys, state);
-  join_warps<C>(shared, state, warps);
-  __syncthreads();
+  publish<C>(shared, state, warps);
+  const auto join_warps = [&](float4& o, int r, int col) {
+    return tile::join_tree<C.warps>(
+        o, warps, [&](int w) { return shared.state[w][r]; },
+        [&](int w) { return *reinterpret_cast<const float4*>(&shared.o[w][r][col]); });
+  };
+  const int fours = params.partial_rows * row_fours;
 
   // Four columns of a row of the tile: joined(o, row, column) makes them of all splits.
   const auto finish = [&](int i, auto&& joined) {
@@ -529,38 +531,46 @@ __device__ void decode(const DecodeParams& params) {
   };
   if (blocks.count == 1) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < C.block_m * row_fours; i += threads) {
-      finish(i, [&](float4& o, int r, int col) {
-        o = *reinterpret_cast<const float4*>(&shared.o[0][r][col]);
-        return shared.joined[r];
-      });
-    }
+    for (int i = threadIdx.x; i < fours; i += threads) finish(i, join_warps);
     return;
   }
   if constexpr (C.cluster == 1) {
     const long long first_row = tile.partial_row(params, split);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < params.partial_rows * row_fours; i += threads) {
+    for (int i = threadIdx.x; i < fours; i += threads) {
       const int r = i / row_fours, col = i % row_fours * 4;
-      *reinterpret_cast<float4*>(params.o_partial + (first_row + r) * params.partial_cols + col) =
-          *reinterpret_cast<const float4*>(&shared.o[0][r][col]);
-      if (col == 0) reinterpret_cast<float2*>(params.state_partial)[first_row + r] = shared.joined[r];
+      float4 o;
+      const float2 joined = join_warps(o, r, col);
+      *reinterpret_cast<float4*>(params.o_partial + (first_row + r) * params.partial_cols + col) = o;
+      if (col == 0) reinterpret_cast<float2*>(params.state_partial)[first_row + r] = joined;
     }
   } else {
 #if __CUDA_ARCH__ >= 900
-    ptx::meet_cluster();
+    // Each block ends a share of the tile, of which all others send it theirs.
+    const int share = (fours + blocks.count - 1) / blocks.count;
+    const unsigned columns = ptx::shared_address(shared.sent),
+                   states = ptx::shared_address(shared.sent_state);
+    __syncwarp();
+    ptx::wait_cluster();  // all have begun
 #pragma unroll 1
-    for (int i = split * threads + threadIdx.x; i < C.block_m * row_fours; i += blocks.count * threads) {
-      finish(i, [&](float4& o, int r, int col) {
-        const unsigned state = ptx::shared_address(&shared.joined[r]);
-        const unsigned columns = ptx::shared_address(&shared.o[0][r][col]);
-        return tile::join_tree<C.cluster>(
-            o, blocks.count, [&](int s) { return ptx::load_cluster_pair(ptx::cluster_address(state, s)); },
-            [&](int s) { return ptx::load_cluster_four(ptx::cluster_address(columns, s)); });
-      });
+    for (int i = threadIdx.x; i < fours; i += threads) {
+      float4 o;
+      const float2 joined = join_warps(o, i / row_fours, i % row_fours * 4);
+      const int to = i / share, at = split * share + i - to * share;
+      ptx::store_cluster(ptx::cluster_address(columns + at * 16, to), o);
+      ptx::store_cluster(ptx::cluster_address(states + at * 8, to), joined);
     }
     __syncwarp();
-    ptx::meet_cluster();  // nobody leaves while another reads
+    ptx::arrive_cluster();
+    ptx::wait_cluster();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < share && split * share + i < fours; i += threads) {
+      finish(split * share + i, [&](float4& o, int, int) {
+        return tile::join_tree<C.cluster>(
+            o, blocks.count, [&](int s) { return shared.sent_state[s * share + i]; },
+            [&](int s) { return shared.sent[s * share + i]; });
+      });
+    }
 #endif
   }
 }

@@ -306,9 +306,11 @@ int shared_of(const DbiasConfig& c) {
 int shared_of(const DecodeConfig& c) {
   const int ring = c.warps * c.stages * c.keys * (c.head_dim + c.head_dim_v) * 2;
   const int joined = c.warps * c.block_m * (c.head_dim_v + 4) * 4;
-  const int states = (c.warps + 1) * c.block_m * 8;
+  const int states = c.warps * c.block_m * 8;
+  const int sent = c.cluster == 1 ? 1 : c.block_m * (c.head_dim_v / 4) + c.cluster;
   const auto padded = [](int bytes) { return (bytes + 127) / 128 * 128; };
-  return padded(padded(std::max(ring, joined)) + std::max(c.block_m, 16) * c.head_dim * 2 + states);
+  return padded(padded(std::max(ring, joined)) + std::max(c.block_m, 16) * c.head_dim * 2 + states +
+                sent * (16 + 8));
 }
 int shared_of(const SmallConfig&) { return 0; }
 
