@@ -132,54 +132,83 @@ __device__ __forceinline__ void load_q(const DecodeParams& params, const tile::D
   }
 }
 
-// The lane's rows of the tile, two of each 8: which keys they see, and ALiBi's slopes in powers of two.
-template <int n>
-struct DecodeRows {
-  int begin[n][2], end[n][2];
-  float slope[n][2], position[n][2];
+// The lane's c-th row of the j-th 8 of a tile.
+[[nodiscard]] __device__ __forceinline__ int row_of_lane(int j, int c) {
+  return j * 8 + threadIdx.x % 4 * 2 + c;
+}
 
-  __device__ __forceinline__ DecodeRows(const DecodeParams& params, const tile::DecodeTile& tile, int past) {
+// ALiBi's slopes of the lane's rows, in powers of two.
+template <int n>
+struct DecodeSlopes {
+  float of[n][2];
+
+  __device__ __forceinline__ DecodeSlopes(const DecodeParams& params, const tile::DecodeTile& tile) {
     const AttentionParams& a = params.attention;
-    const Mask mask = params.mask(tile.sequence);
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const auto [query, h, there] = tile.row(params, j * 8 + threadIdx.x % 4 * 2 + c);
-        const Range keys = mask.keys_of_row(query);
-        begin[j][c] = static_cast<int>(keys.begin);
-        end[j][c] = min(static_cast<int>(keys.end), past);
+        const auto [query, h, there] = tile.row(params, row_of_lane(j, c));
         // Rows behind a packed batch are of no sequence.
-        slope[j][c] = a.alibi_slopes != nullptr && there && query < tile.sequence.seqlen_q
-                          ? a.alibi_slopes[tile.b * a.alibi_batch + h * a.alibi_head] * ptx::log2_e
-                          : 0.0f;
-        position[j][c] = static_cast<float>(query + tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+        of[j][c] = a.alibi_slopes != nullptr && there && query < tile.sequence.seqlen_q
+                       ? a.alibi_slopes[tile.b * a.alibi_batch + h * a.alibi_head] * ptx::log2_e
+                       : 0.0f;
       }
     }
   }
 };
 
-// k q^T becomes the score, in powers of two.
+// k q^T becomes the score, in powers of two. whole: every row sees every key; otherwise which key a row sees
+// is worked out here, which is rare, and keeps no registers.
 template <int m, int n>
-__device__ __forceinline__ void score(const AttentionParams& params, tile::FragmentC (&s)[m][n],
-                                      const DecodeRows<n>& rows, int first_key, bool whole) {
-  const bool capped = params.softcap != 0.0f, slopes = params.alibi_slopes != nullptr;
-  const float inner = capped ? params.scale / params.softcap : params.scale_log2;
-  const float outer = params.softcap * ptx::log2_e;
+__device__ __forceinline__ void score(const DecodeParams& params, const tile::DecodeTile& tile,
+                                      tile::FragmentC (&s)[m][n], const DecodeSlopes<n>& slopes,
+                                      int first_key, int past, bool whole) {
+  const AttentionParams& a = params.attention;
+  const bool capped = a.softcap != 0.0f;
+  const float inner = capped ? a.scale / a.softcap : a.scale_log2;
+  const float outer = a.softcap * ptx::log2_e;
+  const int lane_key = first_key + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int i = 0; i < m; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int key = first_key + i * 16 + threadIdx.x % 32 / 4 + e / 2 * 8;
+    for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int j = 0; j < n; ++j) {
+      for (int e = 0; e < 4; ++e) {
         float x = s[i][j][e] * inner;
-        if (capped) x = outer * tile::tanh(x, params.softcap > 512.0f);
-        if (slopes) x -= rows.slope[j][e % 2] * fabsf(rows.position[j][e % 2] - static_cast<float>(key));
-        if (!whole && (key < rows.begin[j][e % 2] || key >= rows.end[j][e % 2])) x = -ptx::infinity;
+        if (capped) x = outer * tile::tanh(x, a.softcap > 512.0f);
         s[i][j][e] = x;
       }
     }
+  }
+  // change(x, key) for the scores of each row.
+  const auto of_rows = [&](const auto& change_of) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const auto change = change_of(tile.row(params, row_of_lane(j, c)).query, slopes.of[j][c]);
+#pragma unroll
+        for (int i = 0; i < m; ++i) {
+          change(s[i][j][c], lane_key + i * 16);
+          change(s[i][j][c + 2], lane_key + i * 16 + 8);
+        }
+      }
+    }
+  };
+  if (a.alibi_slopes != nullptr) {
+    of_rows([&](int query, float slope) {
+      const auto position = static_cast<float>(query + tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+      return [=](float& x, int key) { x -= slope * fabsf(position - static_cast<float>(key)); };
+    });
+  }
+  if (!whole) {
+    const Mask mask = params.mask(tile.sequence);
+    of_rows([&](int query, float) {
+      const Range keys = mask.keys_of_row(query);
+      const int begin = static_cast<int>(keys.begin), end = min(static_cast<int>(keys.end), past);
+      return [=](float& x, int key) { x = key < begin || key >= end ? -ptx::infinity : x; };
+    });
   }
 }
 
@@ -341,7 +370,7 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
     load(first_step + i, place_of(first_step + i));
   }
   KeyPlace next = place_of(first_step + ahead);
-  const DecodeRows<n> rows(params, tile, keys.end);
+  const DecodeSlopes<n> slopes(params, tile);
   // Keys that every row sees.
   const Range all =
       params.mask(tile.sequence).keys_of_all({tile.first_query, tile.first_query + tile.queries});
@@ -409,7 +438,7 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
       }
       const bool whole =
           all.begin <= first_key && first_key + C.keys <= all.end && first_key + C.keys <= keys.end;
-      score(a, s, rows, first_key, whole);
+      score(params, tile, s, slopes, first_key, keys.end, whole);
       state.exponentiate(s);
 #pragma unroll
       for (int i = 0; i < m; ++i) {
@@ -454,7 +483,7 @@ __device__ __forceinline__ void publish(DecodeShared<C>& shared, const DecodeSta
     for (int j = 0; j < n; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int row = j * 8 + lane % 4 * 2 + c;
+        const int row = row_of_lane(j, c);
         if (lane < 4) shared.state[warp][row] = {state.reference[j][c], state.sum[j][c]};
 #pragma unroll
         for (int d = 0; d < mv; ++d) {

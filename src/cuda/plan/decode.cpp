@@ -38,9 +38,13 @@ DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem) {
                                                     problem.packed, static_cast<int>(cut.queries));
   const std::int64_t most_parts = DecodeParams::most_blocks * config.warps;
   const std::int64_t given = std::min<std::int64_t>(problem.cache.num_splits, DecodeParams::most_blocks);
-  const std::int64_t automatic = std::clamp(
-      parts_of_all_heads / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
-  cut.rule = {config.keys, std::max<std::int64_t>(split_fewest, config.keys), automatic};
+  // Parts that no warp joins are larger, and fewer.
+  const bool joins = config.levels > 0;
+  const std::int64_t all = joins ? parts_of_all_heads : parts_of_all_heads / 2;
+  const std::int64_t automatic =
+      std::clamp(all / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
+  cut.rule = {config.keys, std::max<std::int64_t>(joins ? split_fewest : 4 * split_fewest, config.keys),
+              automatic};
   cut.given_parts = given * config.warps;
   cut.split_queries = given > 0 ? longest : std::min(longest, std::max<std::int64_t>(split_rows / group, 1));
   const bool none = !problem.packed && longest > cut.split_queries;

@@ -349,9 +349,9 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
                            std::int64_t rows, bool aligned) {
   const DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
   const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
-  // The parts that wait for their right neighbours have as many registers each as o: 96 of them, or 64.
+  // A part that waits for its right neighbour has as many registers as o.
   const int registers = block_m * tile_width(head_dim_v) / 32;
-  const int levels = registers <= 32 ? 3 : registers <= 64 ? 1 : 0;
+  const int levels = registers > 32 ? 0 : block_m == 8 ? 3 : 2;
   return {type,
           tile_width(head_dim),
           tile_width(head_dim_v),
