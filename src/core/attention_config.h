@@ -116,8 +116,9 @@ struct DecodeConfig {
   int head_dim, head_dim_v;
   int block_m;
   int warps, keys, stages;
+  int levels;  // a warp joins up to 2^levels parts of the keys
   int per_sm;
-  int cluster;   // blocks of one tile that join their splits in shared memory, Hopper's; 1: by the workspace
+  int cluster;   // blocks of one tile that join their parts in shared memory, Hopper's; 1: by the workspace
   bool aligned;  // rows of q, k, v are whole, aligned pieces of 16 bytes
 };
 

@@ -197,8 +197,8 @@ TEST_F(HopperLaunch, DecodeJoinsItsSplitsInOneLaunchOrInTwo) {
   EXPECT_EQ(launches_of(call), 2);
   EXPECT_EQ(last_kernel(), "cuda_sm80");
 
-  // One part: nothing to join.
-  call.options.max_seqlen_k = 200;
+  // One block: nothing to join.
+  call.options.max_seqlen_k = 64;
   EXPECT_EQ(workspace_size(call).or_throw(), 0u);
   EXPECT_EQ(launches_of(call), 1);
   EXPECT_EQ(fake_driver().blocks, 8U);

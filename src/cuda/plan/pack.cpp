@@ -41,11 +41,11 @@ void add_sm90_backward(std::vector<PackEntry>& list, Half type) {
 
 // Of one token, and of a few.
 void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half type) {
-  constexpr int few = 16, more = 32;
+  constexpr int few = 8, some = 16, more = 32;
   for (const int head_dim : {64, 128, 256}) {
-    for (const int rows : {few, more}) {
+    for (const int rows : {few, some, more}) {
       DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true);
-      if (rows == more && config.block_m == few) continue;
+      if (config.block_m < rows) continue;
       list.push_back(entry(config));
       for (const int cluster : {8, 16}) {
         if (limits.arch != 90) continue;

@@ -72,8 +72,9 @@ std::string spelled(const DbiasConfig& c) {
 }
 
 std::string spelled(const DecodeConfig& c) {
-  return format("DecodeConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %s}", spelled(c.type), c.head_dim,
-                c.head_dim_v, c.block_m, c.warps, c.keys, c.stages, c.per_sm, c.cluster, spelled(c.aligned));
+  return format("DecodeConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %d, %s}", spelled(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.warps, c.keys, c.stages, c.levels, c.per_sm, c.cluster,
+                spelled(c.aligned));
 }
 
 // A program of one kernel: call is what its body does with params.
@@ -307,10 +308,12 @@ int shared_of(const DbiasConfig& c) {
 }
 int shared_of(const DecodeConfig& c) {
   const int ring = c.warps * c.stages * c.keys * (c.head_dim + c.head_dim_v) * 2;
-  const int joined = c.warps * c.block_m * (c.head_dim_v + 8) * 4;
-  const int states = (c.warps + 1) * c.block_m * 8;
+  const int joined = c.warps * c.block_m * (c.head_dim_v + 4) * 4;
+  const int states = c.warps * c.block_m * 8;
+  const int sent = c.cluster == 1 ? 1 : c.block_m * (c.head_dim_v / 4) + c.cluster;
   const auto padded = [](int bytes) { return (bytes + 127) / 128 * 128; };
-  return padded(padded(std::max(ring, joined)) + c.block_m * c.head_dim * 2 + states);
+  return padded(padded(std::max(ring, joined)) + std::max(c.block_m, 16) * c.head_dim * 2 + states +
+                sent * (16 + 8));
 }
 int shared_of(const SmallConfig&) { return 0; }
 
@@ -348,9 +351,21 @@ BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_d
 DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                            std::int64_t rows, bool aligned) {
   const DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
-  const int block_m = rows <= 16 ? 16 : tiles.block_m;
-  return {type,       tile_width(head_dim), tile_width(head_dim_v), block_m, tiles.warps,
-          tiles.keys, tiles.stages,         tiles.per_sm,           1,       aligned};
+  const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
+  // A part that waits for its right neighbour has as many registers as o.
+  const int registers = block_m * tile_width(head_dim_v) / 32;
+  const int levels = registers > 32 ? 0 : block_m == 8 ? 3 : 2;
+  return {type,
+          tile_width(head_dim),
+          tile_width(head_dim_v),
+          block_m,
+          tiles.warps,
+          tiles.keys,
+          tiles.stages,
+          levels,
+          tiles.per_sm,
+          1,
+          aligned};
 }
 DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
                          bool aligned) {
