@@ -1,6 +1,7 @@
 // Decode's last kernel: the splits of a sequence's keys become one.
 #pragma once
 
+#include "ptx/bytes.cuh"
 #include "ptx/launch.cuh"
 #include "tile/states.cuh"
 
@@ -59,7 +60,9 @@ __device__ void combine(const DecodeParams& params) {
         }
       }
     }
-    tile::store_row<type>(a, b, tile.sequence.q_begin + query, h, col, o, tile::end_row<type>(a, h, state));
+    tile::RowEnd end = tile::end_row<type>(a, h, state);
+    end.factor *= params.v_scale.of(tile.head_k) * ptx::byte_unit(params.stored);
+    tile::store_row<type>(a, b, tile.sequence.q_begin + query, h, col, o, end);
   }
 }
 

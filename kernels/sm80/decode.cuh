@@ -9,11 +9,16 @@
 //
 // Keys are the rows of mma's tiles, and the tile's rows their columns, of which 8 are enough.
 //
+// 8-bit keys and values become float16 on their way from shared memory to mma (ptx/bytes.cuh): of every 16
+// columns then the even ones come first, in k as in q, and in what becomes of v until it is written. Their
+// scales cost the loop nothing for each of them: k's multiplies the products with q, v's the end.
+//
 // A key's place is looked up by one lane, a step before the copy asks for it: a page may have any size.
 #pragma once
 
 #include "core/attention_config.h"
 #include "core/decode_params.h"
+#include "ptx/bytes.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
 #include "tile/copy.cuh"
@@ -23,11 +28,15 @@
 
 namespace tessera::sm80 {
 
+// Of k or v, `cols` numbers wide. A tile of bytes is one of half as many 16-bit columns.
+template <DecodeConfig C, int cols>
+using KeyTile = tile::SharedTile<C.keys, cols * C.number_bytes() / 2>;
+
 template <DecodeConfig C>
 struct DecodeShared {
   struct Step {
-    tile::SharedTile<C.keys, C.head_dim> k;
-    tile::SharedTile<C.keys, C.head_dim_v> v;
+    KeyTile<C, C.head_dim> k;
+    KeyTile<C, C.head_dim_v> v;
   };
   static constexpr int row = C.head_dim_v + 4;  // two rows of a fragment lie in different banks
   union {
@@ -35,7 +44,7 @@ struct DecodeShared {
     alignas(128) float o[C.warps][C.block_m][row];
   };
   tile::SharedTile<(C.block_m < 16 ? 16 : C.block_m), C.head_dim> q;  // ldmatrix reads 16 rows
-  float2 state[C.warps][C.block_m];                                   // reference and sum
+  float2 state[C.warps][C.block_m];                                   // reference and sum; at first q's units
   // What the cluster's blocks send this one: its share of the tile, of each of them.
   static constexpr int fours = C.cluster == 1 ? 1 : C.block_m * (C.head_dim_v / 4) + C.cluster;
   alignas(16) float4 sent[fours];
@@ -47,20 +56,41 @@ struct KeyPlace {
   int block, slot;
 };
 
+// A number of the cache.
+template <bool narrow>
+struct CacheNumber {
+  using Bits = tile::HalfBits;
+};
+template <>
+struct CacheNumber<true> {
+  using Bits = unsigned char;
+};
+
+// Sixteen bytes one by one, those from valid on as zeros.
+[[nodiscard]] __device__ inline uint4 gather_bytes(const unsigned char* from, int valid) {
+  unsigned words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i < valid) words[i / 4] |= static_cast<unsigned>(from[i]) << (8 * (i % 4));
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 // Copies C.keys rows of k or v to a buffer of the warp.
 template <DecodeConfig C, int cols>
 struct KeyCopy {
-  using Tile = tile::SharedTile<C.keys, cols>;
+  using Tile = KeyTile<C, cols>;
+  using Bits = typename CacheNumber<C.narrow()>::Bits;
   static constexpr int group = (Tile::pieces & -Tile::pieces) < 32 ? Tile::pieces & -Tile::pieces : 32;
   static constexpr int groups = Tile::pieces / group, row_step = 32 / group;
   static_assert(C.keys % row_step == 0);
 
-  const tile::HalfBits* base;  // of the head
+  const Bits* base;  // of the head
   long long batch, seq;
   int valid_cols;
 
   __device__ KeyCopy(const RowsArg& from, int head, int width)
-      : base(static_cast<const tile::HalfBits*>(from.data) + head * from.head),
+      : base(static_cast<const Bits*>(from.data) + head * from.head),
         batch(from.batch),
         seq(from.seq),
         valid_cols(width) {}
@@ -69,15 +99,18 @@ struct KeyCopy {
   __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
     const int lane = threadIdx.x % 32, row = lane / group, piece = lane % group;
     const unsigned address = ptx::shared_address(to.data);
-    const auto copy = [&](int i, const tile::HalfBits* source, bool there) {
+    const auto copy = [&](int i, const Bits* source, bool there) {
       const int at = row + i * row_step;
 #pragma unroll
       for (int g = 0; g < groups; ++g) {
-        const int col = (piece + g * group) * 8, valid = there ? valid_cols - col : 0;
+        const int col = (piece + g * group) * (16 / C.number_bytes());
+        const int valid = there ? valid_cols - col : 0;
         const unsigned target =
             address + at * Tile::row_bytes + (((piece + g * group) ^ Tile::permutation(at)) << 4);
         if constexpr (C.aligned) {
           ptx::copy_async(target, source + col, valid > 0 ? 16 : 0);
+        } else if constexpr (C.narrow()) {
+          ptx::store(target, gather_bytes(source + col, valid));
         } else {
           ptx::store(target, tile::gather<C.type>({source, 0, false}, col, valid));
         }
@@ -91,7 +124,7 @@ struct KeyCopy {
         copy(i, block < 0 ? base : base + (block * batch + slot * seq), block >= 0);
       }
     } else {
-      const tile::HalfBits* source = base + (place.block * batch + (place.slot + row) * seq);
+      const Bits* source = base + (place.block * batch + (place.slot + row) * seq);
 #pragma unroll
       for (int i = 0; i < C.keys / row_step; ++i) {
         const bool there = row + i * row_step < rows;
@@ -129,6 +162,38 @@ __device__ __forceinline__ void load_q(const DecodeParams& params, const tile::D
     } else {
       ptx::store(to, tile::gather<C.type>({from, 0, false}, col, valid));
     }
+  }
+}
+
+// For 8-bit keys: as float16, each row times a power of two, so that the largest of its numbers is below 2^14
+// and none that counts is lost. state[0] gets what undoes it. A warp has a row.
+template <DecodeConfig C>
+__device__ __forceinline__ void load_narrow_q(const DecodeParams& params, const tile::DecodeTile& tile,
+                                              DecodeShared<C>& shared) {
+  const AttentionParams& a = params.attention;
+  const int lane = threadIdx.x % 32, col = lane * 8;
+  const int first = col / 16 * 16 + col / 8 % 2;  // and every second one from there on
+#pragma unroll 2
+  for (int r = threadIdx.x / 32; r < C.block_m; r += C.warps) {
+    const auto [query, h, there] = tile.row(params, r);
+    const long long row = tile.b * a.q.batch + (0LL + tile.sequence.q_begin + query) * a.q.seq + h * a.q.head;
+    const int position = params.rotary_dim > 0 ? params.query_position(tile.sequence, query) : 0;
+    float x[8], most = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int c = first + 2 * e;
+      x[e] = there && c < a.head_dim ? tile::turned<C.type>(params, a.q, row, c, position) : 0.0f;
+      most = fmaxf(most, fabsf(x[e]));
+    }
+    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
+    const int up = 13 - max(exponent, -100);
+    const float by = __uint_as_float(static_cast<unsigned>(127 + up) << 23);
+    if (col < C.head_dim) {
+      const auto pack = [&](int e) { return ptx::pack<Half::float16>(x[e] * by, x[e + 1] * by); };
+      ptx::store(ptx::shared_address(shared.q.at(r, lane)), uint4{pack(0), pack(2), pack(4), pack(6)});
+    }
+    if (lane == 0) shared.state[0][r].x = __uint_as_float(static_cast<unsigned>(127 - up) << 23);
   }
 }
 
@@ -209,6 +274,19 @@ __device__ __forceinline__ void score(const DecodeParams& params, const tile::De
       const int begin = static_cast<int>(keys.begin), end = min(static_cast<int>(keys.end), past);
       return [=](float& x, int key) { x = key < begin || key >= end ? -ptx::infinity : x; };
     });
+  }
+}
+
+// Each column of s times its own number.
+template <int m, int n>
+__device__ __forceinline__ void multiply_columns(tile::FragmentC (&s)[m][n], const float (&by)[n][2]) {
+#pragma unroll
+  for (int i = 0; i < m; ++i) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][j][e] *= by[j][e % 2];
+    }
   }
 }
 
@@ -366,9 +444,10 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 
 #pragma unroll
   for (int i = 0; i < ahead; ++i) {
-    if (i == 0) load_q<C>(params, tile, shared);  // belongs to the first group
+    if (i == 0 && !C.narrow()) load_q<C>(params, tile, shared);  // belongs to the first group
     load(first_step + i, place_of(first_step + i));
   }
+  if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared);
   KeyPlace next = place_of(first_step + ahead);
   const DecodeSlopes<n> slopes(params, tile);
   // Keys that every row sees.
@@ -376,12 +455,13 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
       params.mask(tile.sequence).keys_of_all({tile.first_query, tile.first_query + tile.queries});
 
   const tile::Lanes<tile::Order::cols_first, C.head_dim> lanes_q;
-  const tile::Lanes<tile::Order::rows_first, C.head_dim> lanes_k;
-  const tile::Lanes<tile::Order::cols_first, C.head_dim_v> lanes_v;
+  const tile::Lanes<tile::Order::rows_first, KeyTile<C, C.head_dim>::cols> lanes_k;
+  const tile::Lanes<tile::Order::cols_first, KeyTile<C, C.head_dim_v>::cols> lanes_v;
   const tile::Matrices read_q(shared.q, lanes_q);
   constexpr int depth = C.head_dim / 16;
-  constexpr bool held = n * C.head_dim <= 256;  // beside o
-  unsigned q[held ? depth : 1][n][2];
+  constexpr bool held = n * C.head_dim <= 256;   // beside o
+  constexpr int at_once = 2 / C.number_bytes();  // 16s of the depth that one ldmatrix reads
+  unsigned q[held ? depth : at_once][n][2];
   const auto read_queries = [&](unsigned(&to)[n][2], int d) {
 #pragma unroll
     for (int j = 0; j < n; j += 2) {
@@ -401,6 +481,20 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 #pragma unroll
     for (int d = 0; d < depth; ++d) read_queries(q[d], d);
   }
+  float unit[C.narrow() ? n : 1][2];  // what k q^T of 8-bit keys is to be multiplied by, in each row
+  if constexpr (C.narrow()) {
+    const float of_k = params.k_scale.of(tile.head_k) * ptx::byte_unit(C.stored);
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) unit[j][c] = of_k * shared.state[0][row_of_lane(j, c)].x;
+    }
+  }
+  // s += k q^T of 16 keys and 16 of the depth, the d-th of those that q has.
+  const auto multiply_k = [&](tile::FragmentC(&to)[n], const tile::FragmentA& k, int d) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) tile::multiply_add<C.product()>(to[j], k, q[d][j][0], q[d][j][1]);
+  };
 
   DecodeState<n, mv>
       waiting[C.levels > 0 ? C.levels : 1];  // the left ones of pairs, by how many parts they have
@@ -425,19 +519,31 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
       tile::FragmentC s[m][n];
       tile::clear(s);
 #pragma unroll
-      for (int d = 0; d < depth; ++d) {
-        if constexpr (!held) read_queries(q[0], d);
+      for (int d = 0; d < depth; d += at_once) {
+        if constexpr (!held) {
+#pragma unroll
+          for (int e = 0; e < at_once; ++e) read_queries(q[e], d + e);
+        }
 #pragma unroll
         for (int i = 0; i < m; ++i) {
-          tile::FragmentA k;
-          read_k.read_a(k, i * 16, d * 16);
+          tile::FragmentA read;
+          read_k.read_a(read, i * 16, d * 8 * C.number_bytes());
+          if constexpr (C.narrow()) {
 #pragma unroll
-          for (int j = 0; j < n; ++j)
-            tile::multiply_add<C.type>(s[i][j], k, q[held ? d : 0][j][0], q[held ? d : 0][j][1]);
+            for (int e = 0; e < 2; ++e) {
+              tile::FragmentA k;
+              ptx::widen_bytes<C.stored>(read[2 * e], k[0], k[2]);
+              ptx::widen_bytes<C.stored>(read[2 * e + 1], k[1], k[3]);
+              multiply_k(s[i], k, held ? d + e : e);
+            }
+          } else {
+            multiply_k(s[i], read, held ? d : 0);
+          }
         }
       }
       const bool whole =
           all.begin <= first_key && first_key + C.keys <= all.end && first_key + C.keys <= keys.end;
+      if constexpr (C.narrow()) multiply_columns(s, unit);
       score(params, tile, s, slopes, first_key, keys.end, whole);
       state.exponentiate(s);
 #pragma unroll
@@ -445,15 +551,28 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
         unsigned p[n][2];
 #pragma unroll
         for (int j = 0; j < n; ++j) {
-          p[j][0] = ptx::transpose(ptx::pack<C.type>(s[i][j][0], s[i][j][1]));
-          p[j][1] = ptx::transpose(ptx::pack<C.type>(s[i][j][2], s[i][j][3]));
+          p[j][0] = ptx::transpose(ptx::pack<C.product()>(s[i][j][0], s[i][j][1]));
+          p[j][1] = ptx::transpose(ptx::pack<C.product()>(s[i][j][2], s[i][j][3]));
         }
+        const auto multiply_v = [&](tile::FragmentC(&to)[n], const tile::FragmentA& v) {
 #pragma unroll
-        for (int d = 0; d < mv; ++d) {
-          tile::FragmentA v;
-          read_v.read_a_transposed(v, i * 16, d * 16);
+          for (int j = 0; j < n; ++j) tile::multiply_add<C.product()>(to[j], v, p[j][0], p[j][1]);
+        };
 #pragma unroll
-          for (int j = 0; j < n; ++j) tile::multiply_add<C.type>(state.o[d][j], v, p[j][0], p[j][1]);
+        for (int d = 0; d < mv; d += at_once) {
+          tile::FragmentA read;
+          read_v.read_a_transposed(read, i * 16, d * 8 * C.number_bytes());
+          if constexpr (C.narrow()) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              tile::FragmentA v;
+              ptx::widen_bytes<C.stored>(read[e], v[0], v[1]);
+              ptx::widen_bytes<C.stored>(read[e + 2], v[2], v[3]);
+              multiply_v(state.o[d + e], v);
+            }
+          } else {
+            multiply_v(state.o[d], read);
+          }
         }
       }
     }
@@ -487,8 +606,13 @@ __device__ __forceinline__ void publish(DecodeShared<C>& shared, const DecodeSta
         if (lane < 4) shared.state[warp][row] = {state.reference[j][c], state.sum[j][c]};
 #pragma unroll
         for (int d = 0; d < mv; ++d) {
-          shared.o[warp][row][d * 16 + lane / 4] = state.o[d][j][c];
-          shared.o[warp][row][d * 16 + lane / 4 + 8] = state.o[d][j][c + 2];
+          float* to = &shared.o[warp][row][d * 16];
+          if constexpr (C.narrow()) {
+            *reinterpret_cast<float2*>(to + lane / 4 * 2) = {state.o[d][j][c], state.o[d][j][c + 2]};
+          } else {
+            to[lane / 4] = state.o[d][j][c];
+            to[lane / 4 + 8] = state.o[d][j][c + 2];
+          }
         }
       }
     }
@@ -556,6 +680,7 @@ __device__ void decode(const DecodeParams& params) {
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
     tile::RowEnd end_of_row{0.0f, -ptx::infinity};  // padding
     if (query < tile.sequence.seqlen_q) end_of_row = tile::end_row<C.type>(a, h, joined(o, r, col));
+    if constexpr (C.narrow()) end_of_row.factor *= params.v_scale.of(tile.head_k) * ptx::byte_unit(C.stored);
     tile::store_row<C.type>(a, tile.b, tile.sequence.q_begin + query, h, col, o, end_of_row);
   };
   if (blocks.count == 1) {

@@ -1,6 +1,7 @@
 // The arguments of the GPU kernels of decode, as launch fills them and device code reads them.
 #pragma once
 
+#include "core/attention_config.h"
 #include "core/attention_params.h"
 
 namespace tessera {
@@ -10,6 +11,16 @@ struct AnglesArg {
   const void* data;
   long long row;  // stride
   bool wide;
+};
+
+// What a key head's stored numbers are to be multiplied by: 1 where there is none.
+struct ScaleArg {
+  const float* data;
+  long long stride;
+
+  [[nodiscard]] TESSERA_HD float of(int head_k) const {
+    return data == nullptr ? 1.0f : data[head_k * stride];
+  }
 };
 
 // One sequence of the batch, as Sequence in core/problem.h. Its key j is in slot k_begin + j.
@@ -41,6 +52,8 @@ struct DecodeParams {
   Divisor page_size;
   int blocks;  // pages, or rows of the cache
   const int *batch_idx, *leftpad;
+  Stored stored;
+  ScaleArg k_scale, v_scale;
   RowsArg k_new, v_new;
   int rows_new;
   AnglesArg cos, sin;

@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "core/eight_bits.h"
+
 namespace tessera {
 
 struct bfloat16 {
@@ -14,7 +16,6 @@ struct bfloat16 {
 struct float16 {
   std::uint16_t bits;
 };
-// 4 bits of exponent, 3 of mantissa, no infinity; NaN has all seven set.
 struct float8_e4m3fn {
   std::uint8_t bits;
 };
@@ -79,26 +80,12 @@ template <>
 
 template <>
 [[nodiscard]] constexpr float8_e4m3fn from_float<float8_e4m3fn>(float x) {
-  const auto bits = std::bit_cast<std::uint32_t>(x);
-  const auto sign = static_cast<std::uint8_t>(bits >> 24 & 0x80u);
-  const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return {static_cast<std::uint8_t>(sign | 0x7Fu)};
-  if (magnitude >= 0x43E00000u) return {static_cast<std::uint8_t>(sign | 0x7Eu)};  // 448, the largest
-  if (magnitude < 0x3C800000u) {
-    // Subnormal: adding 2^14 leaves the value, rounded to a multiple of 2^-9, in the low mantissa bits.
-    const float shifted = std::bit_cast<float>(magnitude) + 16384.0f;
-    return {static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x46800000u))};
-  }
-  const std::uint32_t rounded = magnitude - (120u << 23) + 0x7FFFFu + (magnitude >> 20 & 1u);
-  return {static_cast<std::uint8_t>(sign | rounded >> 20)};
+  return {float8_bits(x)};
 }
 
 template <>
 [[nodiscard]] constexpr std::int8_t from_float<std::int8_t>(float x) {
-  if (!(x > -127.0f)) return x == x ? -127 : 0;
-  if (x >= 127.0f) return 127;
-  // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low mantissa bits.
-  return static_cast<std::int8_t>(std::bit_cast<std::uint32_t>(x + 12582912.0f) - 0x4B400000u);
+  return int8_number(x);
 }
 
 }  // namespace tessera

@@ -160,5 +160,34 @@ TEST(DecodePlan, LengthsAndPagesAreHeldToTheTensors) {
   EXPECT_EQ(params.slot(1, 5).block, 2);
 }
 
+// As many bytes under way; whole pieces are 16 numbers; no tile of bytes is 96 wide; q may lie anywhere.
+TEST(DecodePlan, CachesOfBytes) {
+  Problem p = problem_of(2, 8, 2, 1, 4096);
+  const DecodeConfig wide = decode_config(hopper, p, false);
+  for (const DType dtype : {DType::float8_e4m3fn, DType::int8}) {
+    p.k.dtype = p.v.dtype = dtype;
+    p.head_dim = p.head_dim_v = 128;
+    const DecodeConfig config = decode_config(hopper, p, false);
+    EXPECT_EQ(config.stored, dtype == DType::int8 ? Stored::int8 : Stored::float8);
+    EXPECT_EQ(config.product(), Half::float16);
+    EXPECT_EQ(config.stages * config.number_bytes(), wide.stages * wide.number_bytes());
+    EXPECT_EQ(shared_of(config), shared_of(wide));
+    EXPECT_TRUE(config.aligned);
+    p.q.data = reinterpret_cast<void*>(2);
+    EXPECT_TRUE(decode_config(hopper, p, false).aligned);
+    p.q.data = nullptr;
+    p.head_dim = 72;
+    EXPECT_FALSE(decode_config(hopper, p, false).aligned);
+    p.head_dim = 96;
+    EXPECT_EQ(decode_config(hopper, p, false).head_dim, 128);
+    float scales[2] = {};
+    p.cache.v_scale = {scales, 1};
+    const DecodeParams params = decode_params(config, p, {});
+    EXPECT_EQ(params.stored, config.stored);
+    EXPECT_EQ(params.v_scale.data, scales);
+    EXPECT_EQ(params.k_scale.of(1), 1.0f);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::cuda

@@ -54,6 +54,13 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
             ASSERT_TRUE(d.block_m == 16 || (d.block_m == 32 && rows > 16));
             ASSERT_TRUE(d.keys == 16 || d.keys == 32);
             ASSERT_GE(d.stages, 2);
+            for (const Stored stored : {Stored::float8, Stored::int8}) {
+              const DecodeConfig bytes =
+                  decode_config(limits, Half::float16, head_dim, head_dim_v, rows, true, stored);
+              ASSERT_LE(shared_of(bytes), limits.shared_per_block);
+              ASSERT_EQ(bytes.head_dim % 64, 0);
+              ASSERT_EQ(bytes.head_dim_v % 64, 0);
+            }
           }
         }
       }
@@ -187,7 +194,7 @@ TEST(Plan, NamesTellConfigsApart) {
   expect_different_names(backwards);
 
   const DecodeConfig d = decode_config(hopper, Half::bfloat16, 128, 128, 4, true);
-  std::vector<DecodeConfig> decodes(10, d);
+  std::vector<DecodeConfig> decodes(12, d);
   decodes[1].type = Half::float16;
   decodes[2].head_dim = 64;
   decodes[3].head_dim_v = 64;
@@ -197,6 +204,8 @@ TEST(Plan, NamesTellConfigsApart) {
   decodes[7].stages = 4;
   decodes[8].cluster = 8;
   decodes[9].aligned = false;
+  decodes[10].stored = Stored::float8;
+  decodes[11].stored = Stored::int8;
   expect_different_names(decodes);
 }
 

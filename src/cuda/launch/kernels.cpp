@@ -268,8 +268,6 @@ std::string why_not(const Problem& problem) {
   }
   const bool merge = problem.direction == Direction::merge;
   if (problem.dtype == DType::float32 && !merge) return "its tiles are float16 or bfloat16, q is float32";
-  if (problem.direction == Direction::decode && problem.k.dtype != problem.dtype)
-    return std::string("it reads caches of q's dtype, k_cache is ") + name_of(problem.k.dtype);
   if (std::max(problem.batch, problem.num_heads_q) > max_blocks)
     return "batch or num_heads_q is 2^31 or more";
   const DeviceLimits limits = limits_of(*facts.value());

@@ -14,6 +14,12 @@ constexpr std::int64_t fewest_parts = 32, parts_of_all_heads = 1024;
 constexpr std::int64_t enough_blocks = 240;   // for a GPU; a block takes more parts only where there are more
 constexpr std::int64_t workspace_step = 256;  // bytes
 
+Stored stored_of(const Problem& problem) {
+  return problem.k.dtype == DType::float8_e4m3fn ? Stored::float8
+         : problem.k.dtype == DType::int8        ? Stored::int8
+                                                 : Stored::half;
+}
+
 AnglesArg angles_arg(const View& view) { return {view.data, view.seq, view.dtype == DType::float32}; }
 
 std::int64_t round_to_power(std::int64_t x) {
@@ -76,12 +82,15 @@ DecodeWorkspace decode_workspace(const DecodeConfig& config, const Problem& prob
 }
 
 DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, bool clusters) {
-  const bool aligned = problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0 && rows_aligned(problem.q) &&
-                       rows_aligned(problem.k) && rows_aligned(problem.v);
+  const Stored stored = stored_of(problem);
+  const int piece = stored == Stored::half ? 8 : 16;  // numbers
+  const bool aligned = problem.head_dim % piece == 0 && problem.head_dim_v % piece == 0 &&
+                       (stored != Stored::half || rows_aligned(problem.q)) && rows_aligned(problem.k) &&
+                       rows_aligned(problem.v);
   DecodeConfig config =
       decode_config(limits, problem.dtype == DType::bfloat16 ? Half::bfloat16 : Half::float16,
                     static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v),
-                    problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned);
+                    problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned, stored);
   if (!clusters) return config;
   // A few blocks only: then one launch counts for more than bytes in flight.
   const DecodeCut cut = decode_cut(config, problem);
@@ -109,6 +118,9 @@ DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
   p.blocks = static_cast<int>(std::min<std::int64_t>(cache.blocks, (std::int64_t{1} << 31) - 1));
   p.batch_idx = cache.batch_idx;
   p.leftpad = cache.leftpad;
+  p.stored = stored_of(problem);
+  p.k_scale = {cache.k_scale.data, cache.k_scale.stride};
+  p.v_scale = {cache.v_scale.data, cache.v_scale.stride};
   p.k_new = rows_arg(cache.k_new);
   p.v_new = rows_arg(cache.v_new);
   p.rows_new = cache.k_new.given() ? static_cast<int>(cache.rows_new) : 0;

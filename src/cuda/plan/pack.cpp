@@ -39,21 +39,23 @@ void add_sm90_backward(std::vector<PackEntry>& list, Half type) {
   }
 }
 
-// Of one token, and of a few.
+// Of one token, and of a few. Of 8-bit caches the commonest: float8_e4m3fn, one token, a head dim of 128.
 void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half type) {
   constexpr int few = 8, some = 16, more = 32;
-  for (const int head_dim : {64, 128, 256}) {
-    for (const int rows : {few, some, more}) {
-      DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true);
-      if (config.block_m < rows) continue;
+  const auto add = [&](int head_dim, int rows, Stored stored) {
+    DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true, stored);
+    if (config.block_m < rows) return;
+    list.push_back(entry(config));
+    for (const int cluster : {8, 16}) {
+      if (limits.arch != 90) continue;
+      config.cluster = cluster;
       list.push_back(entry(config));
-      for (const int cluster : {8, 16}) {
-        if (limits.arch != 90) continue;
-        config.cluster = cluster;
-        list.push_back(entry(config));
-      }
     }
+  };
+  for (const int head_dim : {64, 128, 256}) {
+    for (const int rows : {few, some, more}) add(head_dim, rows, Stored::half);
   }
+  add(128, few, Stored::float8);
 }
 
 }  // namespace

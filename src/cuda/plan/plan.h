@@ -67,7 +67,7 @@ struct SmallConfig {
 
 // rows: of a key head, the queries of a sequence by the heads of its group. Without a cluster.
 [[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
-                                         std::int64_t rows, bool aligned);
+                                         std::int64_t rows, bool aligned, Stored stored = Stored::half);
 
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
