@@ -55,6 +55,10 @@ const char* short_name(DType dtype) {
       return "bf16";
     case DType::int32:
       return "int32";
+    case DType::float8_e4m3fn:
+      return "fp8";
+    case DType::int8:
+      return "int8";
   }
   return "?";
 }

@@ -1,6 +1,8 @@
-// Decode's first kernel: the new keys, turned, and the new values go to their slots of the cache.
+// Decode's first kernel: the new keys, turned, and the new values go to their slots of the cache, in its
+// dtype.
 #pragma once
 
+#include "core/eight_bits.h"
 #include "ptx/launch.cuh"
 #include "tile/states.cuh"
 
@@ -44,9 +46,28 @@ __device__ void append(const DecodeParams& params) {
           number(from, source + h * from.head, c);
     }
   };
-  copy(params.k_new, a.k, a.head_dim, [&](const RowsArg& from, long long at, int c) {
-    return ptx::narrow<type>(tile::turned<type>(params, from, at, c, angle));
-  });
+  const auto key = [&](const RowsArg& from, long long at, int c) {
+    return tile::turned<type>(params, from, at, c, angle);
+  };
+  if (params.stored != Stored::half) {
+    const auto round = [&](const RowsArg& from, const RowsArg& to, int width, const ScaleArg& scale,
+                           auto&& number) {
+      const long long source = b * from.batch + row * from.seq, target = block * to.batch + slot * to.seq;
+      for (int i = threadIdx.x; i < a.num_heads_k * width; i += threads) {
+        const int h = i / width, c = i % width;
+        const float x = __fdiv_rn(number(from, source + h * from.head, c), scale.of(h));
+        static_cast<unsigned char*>(to.data)[target + h * to.head + c] =
+            params.stored == Stored::int8 ? static_cast<unsigned char>(int8_number(x)) : float8_bits(x);
+      }
+    };
+    round(params.k_new, a.k, a.head_dim, params.k_scale, key);
+    round(params.v_new, a.v, a.head_dim_v, params.v_scale, [](const RowsArg& from, long long at, int c) {
+      return tile::load_number<type>(from.data, at + c, from.wide);
+    });
+    return;
+  }
+  copy(params.k_new, a.k, a.head_dim,
+       [&](const RowsArg& from, long long at, int c) { return ptx::narrow<type>(key(from, at, c)); });
   copy(params.v_new, a.v, a.head_dim_v, [&](const RowsArg& from, long long at, int c) {
     return static_cast<const tile::HalfBits*>(from.data)[at + c];
   });

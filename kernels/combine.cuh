@@ -1,6 +1,7 @@
 // Decode's last kernel: the splits of a sequence's keys become one.
 #pragma once
 
+#include "ptx/bytes.cuh"
 #include "ptx/launch.cuh"
 #include "tile/states.cuh"
 
@@ -23,32 +24,45 @@ __device__ void combine(const DecodeParams& params) {
   if (!there) return;
   const int seqlen_q = tile.sequence.seqlen_q;
   const int seen = static_cast<int>(params.mask(tile.sequence).keys_of_any({0, seqlen_q}).size());
-  const int count = params.splits(seqlen_q, seen).count;
-  if (count == 1) return;   // its block has written o
-  constexpr int parts = 8;  // at a time
+  const int count = params.blocks_of(params.splits(seqlen_q, seen)).count;
+  if (count == 1) return;                // its block has written o
+  constexpr int parts = 16, levels = 3;  // parts at a time; DecodeParams::most_blocks = parts << levels
+  static_assert(parts << levels == DecodeParams::most_blocks);
   const int lane = threadIdx.x % 32;
   const long long first_row = tile.partial_row(params, 0) + r;
   const auto row_of = [&](int split) { return first_row + 1LL * split * params.partial_rows; };
-  const auto state_of = [&](int split) {
-    return reinterpret_cast<const float2*>(params.state_partial)[row_of(split)];
-  };
-  float most = -ptx::infinity;
-  for (int i = lane; i < count; i += 32) most = fmaxf(most, state_of(i).x);
-  for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
   for (int col = lane * 4; col < a.head_dim_v; col += 128) {
-    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
-    float sum = 0.0f;
+    float4 o, waiting[levels];
+    float2 state, states[levels];
+    const int last = (count - 1) / parts;
 #pragma unroll 1
-    for (int i = 0; i < count; i += parts) {
-      tile::add_parts<parts>(
-          o, sum, most, count - i, [&](int s) { return state_of(i + s); },
+    for (int i = 0; i <= last; ++i) {
+      state = tile::join_tree<parts>(
+          o, count - i * parts,
+          [&](int s) { return reinterpret_cast<const float2*>(params.state_partial)[row_of(i * parts + s)]; },
           [&](int s) {
-            return *reinterpret_cast<const float4*>(params.o_partial + row_of(i + s) * params.partial_cols +
-                                                    col);
+            return *reinterpret_cast<const float4*>(params.o_partial +
+                                                    row_of(i * parts + s) * params.partial_cols + col);
           });
+      bool climbs = true;
+#pragma unroll
+      for (int level = 0; level < levels; ++level) {
+        if (!climbs) continue;
+        if ((i >> level & 1) != 0) {
+          const tile::Joined both(states[level], state);
+          const float4& left = waiting[level];
+          state = both.state;
+          o = {both.sum(left.x, o.x), both.sum(left.y, o.y), both.sum(left.z, o.z), both.sum(left.w, o.w)};
+        } else if (i != last) {
+          waiting[level] = o;
+          states[level] = state;
+          climbs = false;
+        }
+      }
     }
-    tile::store_row<type>(a, b, tile.sequence.q_begin + query, h, col, o,
-                          tile::end_row<type>(a, h, {most, sum}));
+    tile::RowEnd end = tile::end_row<type>(a, h, state);
+    end.factor *= params.v_scale.of(tile.head_k) * ptx::byte_unit(params.stored);
+    tile::store_row<type>(a, b, tile.sequence.q_begin + query, h, col, o, end);
   }
 }
 

@@ -39,6 +39,8 @@ SHARED_CORE = (
     "core/attention_config.h",
     "core/attention_params.h",
     "core/decode_params.h",
+    "core/eight_bits.h",
+    "core/merge_params.h",
     "core/host_device.h",
     "core/mask.h",
     "core/philox.h",

@@ -95,6 +95,7 @@ Status merge_states(const MergeStates& call) {
 Status prepare(const Forward& call) { return prepare_call(call); }
 Status prepare(const Backward& call) { return prepare_call(call); }
 Status prepare(const Decode& call) { return prepare_call(call); }
+Status prepare(const MergeStates& call) { return prepare_call(call); }
 
 Result<std::size_t> workspace_size(const Forward& call) { return size_workspace(call); }
 Result<std::size_t> workspace_size(const Backward& call) { return size_workspace(call); }

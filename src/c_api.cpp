@@ -3,6 +3,7 @@
 #include <exception>
 #include <new>
 
+#include "core/layout.h"
 #include "dispatch/dispatch.h"
 #include "tessera/tessera.h"
 #include "tessera/tessera.hpp"
@@ -14,6 +15,7 @@ static_assert(static_cast<int>(Code::ok) == TESSERA_OK);
 static_assert(static_cast<int>(Code::invalid_argument) == TESSERA_INVALID_ARGUMENT);
 static_assert(static_cast<int>(Code::unsupported) == TESSERA_UNSUPPORTED);
 static_assert(static_cast<int>(Code::internal) == TESSERA_INTERNAL);
+static_assert(float8_e4m3fn_code == TESSERA_DL_FLOAT8_E4M3FN);
 
 // Far above any struct of a future version, and small enough that a garbage struct_size is never followed.
 constexpr std::size_t max_struct_size = 4096;
@@ -186,6 +188,8 @@ Status read(const tessera_decode_args* args, Decode& out) {
   return read_tensors({{"q", c.q, &out.q},
                        {"k_cache", c.k_cache, &out.k_cache},
                        {"v_cache", c.v_cache, &out.v_cache},
+                       {"k_scale", c.k_scale, &out.k_scale},
+                       {"v_scale", c.v_scale, &out.v_scale},
                        {"cache_seqlens", c.cache_seqlens, &out.cache_seqlens},
                        {"page_table", c.page_table, &out.page_table},
                        {"cache_batch_idx", c.cache_batch_idx, &out.cache_batch_idx},
@@ -275,6 +279,10 @@ tessera_code tessera_prepare_backward(const tessera_backward_args* args) {
 
 tessera_code tessera_prepare_decode(const tessera_decode_args* args) {
   return tessera::guarded([&] { return tessera::pass_to<tessera::Decode>(tessera::prepare, args); });
+}
+
+tessera_code tessera_prepare_merge_states(const tessera_merge_states_args* args) {
+  return tessera::guarded([&] { return tessera::pass_to<tessera::MergeStates>(tessera::prepare, args); });
 }
 
 tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes) {

@@ -34,6 +34,8 @@ typedef enum tessera_code {
 #define TESSERA_UNBOUNDED INT64_C(-1) /* a window side without a bound */
 #define TESSERA_ALIGN_BOTTOM_RIGHT 0
 #define TESSERA_ALIGN_TOP_LEFT 1
+/* The DLPack code of an 8-bit cache of that dtype: kDLFloat8_e4m3fn, which headers before 1.1 lack. */
+#define TESSERA_DL_FLOAT8_E4M3FN 10
 
 typedef struct tessera_options {
   size_t struct_size;
@@ -115,6 +117,8 @@ typedef struct tessera_decode_args {
   const tessera_options* options; /* may be NULL: all defaults */
   void* workspace;
   size_t workspace_bytes;
+  const DLTensor* k_scale; /* may be NULL: 1; with an 8-bit cache only */
+  const DLTensor* v_scale; /* likewise */
 } tessera_decode_args;
 
 typedef struct tessera_merge_states_args {
@@ -167,6 +171,7 @@ TESSERA_EXPORT tessera_code tessera_merge_states(const tessera_merge_states_args
 TESSERA_EXPORT tessera_code tessera_prepare_forward(const tessera_forward_args* args);
 TESSERA_EXPORT tessera_code tessera_prepare_backward(const tessera_backward_args* args);
 TESSERA_EXPORT tessera_code tessera_prepare_decode(const tessera_decode_args* args);
+TESSERA_EXPORT tessera_code tessera_prepare_merge_states(const tessera_merge_states_args* args);
 
 TESSERA_EXPORT tessera_code tessera_forward_workspace_size(const tessera_forward_args* args, size_t* bytes);
 TESSERA_EXPORT tessera_code tessera_backward_workspace_size(const tessera_backward_args* args, size_t* bytes);

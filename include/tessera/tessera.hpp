@@ -28,7 +28,8 @@
 
 namespace tessera {
 
-enum class DType : std::uint8_t { float32, float16, bfloat16, int32 };
+// The last two are dtypes of caches (struct Decode).
+enum class DType : std::uint8_t { float32, float16, bfloat16, int32, float8_e4m3fn, int8 };
 
 enum class Code : std::uint8_t {
   ok = 0,
@@ -157,9 +158,12 @@ struct Backward {
 // Of the options these have no place here: bias, dropout, seqused and Alignment::top_left. cu_seqlens_q packs
 // q, o and lse, and cu_seqlens_k then k_new and v_new. max_seqlen_k is the most keys of any sequence after
 // the append; default: what the cache has room for. The workspace grows with it.
+//
+// In an 8-bit cache a number is what is stored times its key head's scale; what is appended is divided by it.
 struct Decode {
   Tensor q;
-  Tensor k_cache, v_cache;          // q's dtype; written to if k_new is given
+  Tensor k_cache, v_cache;          // q's dtype, or both float8_e4m3fn or int8; written to if k_new is given
+  Tensor k_scale, v_scale;          // optional, with an 8-bit cache; float32 (num_heads_k): default 1
   Tensor cache_seqlens;             // int32 (batch): keys in the cache before the append
   Tensor page_table;                // optional; int32 (batch, max_pages): page i / page_size has key i
   Tensor cache_batch_idx;           // optional, contiguous only; int32 (batch): default b
@@ -194,6 +198,7 @@ struct MergeStates {
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Forward& call);
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Backward& call);
 [[nodiscard]] TESSERA_EXPORT Status prepare(const Decode& call);
+[[nodiscard]] TESSERA_EXPORT Status prepare(const MergeStates& call);
 
 // Bytes of workspace the call needs, 0 included. The workspace itself is not looked at.
 [[nodiscard]] TESSERA_EXPORT Result<std::size_t> workspace_size(const Forward& call);

@@ -26,6 +26,12 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], unsig
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
+// An 8 x 8 matrix of 16-bit numbers, a row of it in four lanes' registers, becomes its transpose.
+[[nodiscard]] __device__ __forceinline__ unsigned transpose(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
 __device__ __forceinline__ void store_byte(unsigned address, unsigned x) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

@@ -1,40 +1,54 @@
 // Decode: a few queries of a sequence against its cache, which is read once, as fast as memory goes.
 //
-// One block of threads for each (tile of queries by the heads that share a key head, split of the keys); the
-// tile's rows are query by query, head by head. Each warp has keys of its own, C.keys at a time and in turn
-// with the other warps, a ring of buffers of its own for them, which only __syncwarp() guards, and an online
-// softmax of its own. At the end the block's warps are joined, and then the splits: by combine.cuh from the
-// workspace, or, where they are a cluster, here from each other's shared memory.
+// One block of threads for each (tile of queries by the heads that share a key head, some of the keys); the
+// tile's rows are query by query, head by head. A sequence's keys are cut into parts, and a warp takes one or
+// some neighbours of them, C.keys keys at a time, through a ring of buffers of its own, which only
+// __syncwarp() guards. Each part has an online softmax of its own; the parts are joined in a binary tree
+// (tile/states.cuh): a warp's in registers, a block's in shared memory, and a sequence's by combine.cuh from
+// the workspace or, where its blocks are a cluster, here from each other's shared memory.
+//
+// Keys are the rows of mma's tiles, and the tile's rows their columns, of which 8 are enough.
+//
+// 8-bit keys and values become float16 on their way from shared memory to mma (ptx/bytes.cuh): of every 16
+// columns then the even ones come first, in k as in q, and in what becomes of v until it is written. Their
+// scales cost the loop nothing for each of them: k's multiplies the products with q, v's the end.
 //
 // A key's place is looked up by one lane, a step before the copy asks for it: a page may have any size.
 #pragma once
 
 #include "core/attention_config.h"
 #include "core/decode_params.h"
+#include "ptx/bytes.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragments.cuh"
 #include "tile/scores.cuh"
-#include "tile/softmax.cuh"
 #include "tile/states.cuh"
 
 namespace tessera::sm80 {
 
+// Of k or v, `cols` numbers wide. A tile of bytes is one of half as many 16-bit columns.
+template <DecodeConfig C, int cols>
+using KeyTile = tile::SharedTile<C.keys, cols * C.number_bytes() / 2>;
+
 template <DecodeConfig C>
 struct DecodeShared {
   struct Step {
-    tile::SharedTile<C.keys, C.head_dim> k;
-    tile::SharedTile<C.keys, C.head_dim_v> v;
+    KeyTile<C, C.head_dim> k;
+    KeyTile<C, C.head_dim_v> v;
   };
-  static constexpr int row = C.head_dim_v + 8;  // no two rows of a fragment meet in a bank
+  static constexpr int row = C.head_dim_v + 4;  // two rows of a fragment lie in different banks
   union {
     Step ring[C.warps][C.stages];
     alignas(128) float o[C.warps][C.block_m][row];
   };
-  tile::SharedTile<C.block_m, C.head_dim> q;
-  float2 state[C.warps][C.block_m];  // reference and sum
-  float2 joined[C.block_m];          // of all warps
+  tile::SharedTile<(C.block_m < 16 ? 16 : C.block_m), C.head_dim> q;  // ldmatrix reads 16 rows
+  float2 state[C.warps][C.block_m];                                   // reference and sum; at first q's units
+  // What the cluster's blocks send this one: its share of the tile, of each of them.
+  static constexpr int fours = C.cluster == 1 ? 1 : C.block_m * (C.head_dim_v / 4) + C.cluster;
+  alignas(16) float4 sent[fours];
+  float2 sent_state[fours];
 };
 
 // Where the key of a lane lies; block -1: there is none.
@@ -42,20 +56,41 @@ struct KeyPlace {
   int block, slot;
 };
 
+// A number of the cache.
+template <bool narrow>
+struct CacheNumber {
+  using Bits = tile::HalfBits;
+};
+template <>
+struct CacheNumber<true> {
+  using Bits = unsigned char;
+};
+
+// Sixteen bytes one by one, those from valid on as zeros.
+[[nodiscard]] __device__ inline uint4 gather_bytes(const unsigned char* from, int valid) {
+  unsigned words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i < valid) words[i / 4] |= static_cast<unsigned>(from[i]) << (8 * (i % 4));
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 // Copies C.keys rows of k or v to a buffer of the warp.
 template <DecodeConfig C, int cols>
 struct KeyCopy {
-  using Tile = tile::SharedTile<C.keys, cols>;
+  using Tile = KeyTile<C, cols>;
+  using Bits = typename CacheNumber<C.narrow()>::Bits;
   static constexpr int group = (Tile::pieces & -Tile::pieces) < 32 ? Tile::pieces & -Tile::pieces : 32;
   static constexpr int groups = Tile::pieces / group, row_step = 32 / group;
   static_assert(C.keys % row_step == 0);
 
-  const tile::HalfBits* base;  // of the head
+  const Bits* base;  // of the head
   long long batch, seq;
   int valid_cols;
 
   __device__ KeyCopy(const RowsArg& from, int head, int width)
-      : base(static_cast<const tile::HalfBits*>(from.data) + head * from.head),
+      : base(static_cast<const Bits*>(from.data) + head * from.head),
         batch(from.batch),
         seq(from.seq),
         valid_cols(width) {}
@@ -64,15 +99,18 @@ struct KeyCopy {
   __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
     const int lane = threadIdx.x % 32, row = lane / group, piece = lane % group;
     const unsigned address = ptx::shared_address(to.data);
-    const auto copy = [&](int i, const tile::HalfBits* source, bool there) {
+    const auto copy = [&](int i, const Bits* source, bool there) {
       const int at = row + i * row_step;
 #pragma unroll
       for (int g = 0; g < groups; ++g) {
-        const int col = (piece + g * group) * 8, valid = there ? valid_cols - col : 0;
+        const int col = (piece + g * group) * (16 / C.number_bytes());
+        const int valid = there ? valid_cols - col : 0;
         const unsigned target =
             address + at * Tile::row_bytes + (((piece + g * group) ^ Tile::permutation(at)) << 4);
         if constexpr (C.aligned) {
           ptx::copy_async(target, source + col, valid > 0 ? 16 : 0);
+        } else if constexpr (C.narrow()) {
+          ptx::store(target, gather_bytes(source + col, valid));
         } else {
           ptx::store(target, tile::gather<C.type>({source, 0, false}, col, valid));
         }
@@ -86,7 +124,7 @@ struct KeyCopy {
         copy(i, block < 0 ? base : base + (block * batch + slot * seq), block >= 0);
       }
     } else {
-      const tile::HalfBits* source = base + (place.block * batch + (place.slot + row) * seq);
+      const Bits* source = base + (place.block * batch + (place.slot + row) * seq);
 #pragma unroll
       for (int i = 0; i < C.keys / row_step; ++i) {
         const bool there = row + i * row_step < rows;
@@ -127,41 +165,75 @@ __device__ __forceinline__ void load_q(const DecodeParams& params, const tile::D
   }
 }
 
-// The lane's rows of the tile: which keys they see, and ALiBi's slopes in powers of two.
-template <int m>
-struct DecodeRows {
-  int begin[m][2], end[m][2];
-  float slope[m][2], position[m][2];
+// For 8-bit keys: as float16, each row times a power of two, so that the largest of its numbers is below 2^14
+// and none that counts is lost. state[0] gets what undoes it. A warp has a row.
+template <DecodeConfig C>
+__device__ __forceinline__ void load_narrow_q(const DecodeParams& params, const tile::DecodeTile& tile,
+                                              DecodeShared<C>& shared) {
+  const AttentionParams& a = params.attention;
+  const int lane = threadIdx.x % 32, col = lane * 8;
+  const int first = col / 16 * 16 + col / 8 % 2;  // and every second one from there on
+#pragma unroll 2
+  for (int r = threadIdx.x / 32; r < C.block_m; r += C.warps) {
+    const auto [query, h, there] = tile.row(params, r);
+    const long long row = tile.b * a.q.batch + (0LL + tile.sequence.q_begin + query) * a.q.seq + h * a.q.head;
+    const int position = params.rotary_dim > 0 ? params.query_position(tile.sequence, query) : 0;
+    float x[8], most = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int c = first + 2 * e;
+      x[e] = there && c < a.head_dim ? tile::turned<C.type>(params, a.q, row, c, position) : 0.0f;
+      most = fmaxf(most, fabsf(x[e]));
+    }
+    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
+    const int up = 13 - max(exponent, -100);
+    const float by = __uint_as_float(static_cast<unsigned>(127 + up) << 23);
+    if (col < C.head_dim) {
+      const auto pack = [&](int e) { return ptx::pack<Half::float16>(x[e] * by, x[e + 1] * by); };
+      ptx::store(ptx::shared_address(shared.q.at(r, lane)), uint4{pack(0), pack(2), pack(4), pack(6)});
+    }
+    if (lane == 0) shared.state[0][r].x = __uint_as_float(static_cast<unsigned>(127 - up) << 23);
+  }
+}
 
-  __device__ __forceinline__ DecodeRows(const DecodeParams& params, const tile::DecodeTile& tile, int past) {
+// The lane's c-th row of the j-th 8 of a tile.
+[[nodiscard]] __device__ __forceinline__ int row_of_lane(int j, int c) {
+  return j * 8 + threadIdx.x % 4 * 2 + c;
+}
+
+// ALiBi's slopes of the lane's rows, in powers of two.
+template <int n>
+struct DecodeSlopes {
+  float of[n][2];
+
+  __device__ __forceinline__ DecodeSlopes(const DecodeParams& params, const tile::DecodeTile& tile) {
     const AttentionParams& a = params.attention;
-    const Mask mask = params.mask(tile.sequence);
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const auto [query, h, there] = tile.row(params, tile::element(i, 0, half * 2).row);
-        const Range keys = mask.keys_of_row(query);
-        begin[i][half] = static_cast<int>(keys.begin);
-        end[i][half] = min(static_cast<int>(keys.end), past);
+      for (int c = 0; c < 2; ++c) {
+        const auto [query, h, there] = tile.row(params, row_of_lane(j, c));
         // Rows behind a packed batch are of no sequence.
-        slope[i][half] = a.alibi_slopes != nullptr && there && query < tile.sequence.seqlen_q
-                             ? a.alibi_slopes[tile.b * a.alibi_batch + h * a.alibi_head] * ptx::log2_e
-                             : 0.0f;
-        position[i][half] = static_cast<float>(query + tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+        of[j][c] = a.alibi_slopes != nullptr && there && query < tile.sequence.seqlen_q
+                       ? a.alibi_slopes[tile.b * a.alibi_batch + h * a.alibi_head] * ptx::log2_e
+                       : 0.0f;
       }
     }
   }
 };
 
-// q k^T becomes the score, in powers of two.
+// k q^T becomes the score, in powers of two. whole: every row sees every key; otherwise which key a row sees
+// is worked out here, which is rare, and keeps no registers.
 template <int m, int n>
-__device__ __forceinline__ void score(const AttentionParams& params, tile::FragmentC (&s)[m][n],
-                                      const DecodeRows<m>& rows, int first_key, bool whole) {
-  const int col = threadIdx.x % 4 * 2;
-  const bool capped = params.softcap != 0.0f, slopes = params.alibi_slopes != nullptr;
-  const float inner = capped ? params.scale / params.softcap : params.scale_log2;
-  const float outer = params.softcap * ptx::log2_e;
+__device__ __forceinline__ void score(const DecodeParams& params, const tile::DecodeTile& tile,
+                                      tile::FragmentC (&s)[m][n], const DecodeSlopes<n>& slopes,
+                                      int first_key, int past, bool whole) {
+  const AttentionParams& a = params.attention;
+  const bool capped = a.softcap != 0.0f;
+  const float inner = capped ? a.scale / a.softcap : a.scale_log2;
+  const float outer = a.softcap * ptx::log2_e;
+  const int lane_key = first_key + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int i = 0; i < m; ++i) {
 #pragma unroll
@@ -169,51 +241,191 @@ __device__ __forceinline__ void score(const AttentionParams& params, tile::Fragm
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float x = s[i][j][e] * inner;
-        if (capped) x = outer * tile::tanh(x, params.softcap > 512.0f);
+        if (capped) x = outer * tile::tanh(x, a.softcap > 512.0f);
         s[i][j][e] = x;
       }
     }
-    if (slopes) {
-#pragma unroll
-      for (int j = 0; j < n; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const auto key = static_cast<float>(first_key + col + j * 8 + e % 2);
-          s[i][j][e] -= rows.slope[i][e / 2] * fabsf(rows.position[i][e / 2] - key);
-        }
-      }
-    }
-    if (whole) continue;
+  }
+  // change(x, key) for the scores of each row.
+  const auto of_rows = [&](const auto& change_of) {
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int key = first_key + col + j * 8 + e % 2;
-        if (key < rows.begin[i][e / 2] || key >= rows.end[i][e / 2]) s[i][j][e] = -ptx::infinity;
+      for (int c = 0; c < 2; ++c) {
+        const auto change = change_of(tile.row(params, row_of_lane(j, c)).query, slopes.of[j][c]);
+#pragma unroll
+        for (int i = 0; i < m; ++i) {
+          change(s[i][j][c], lane_key + i * 16);
+          change(s[i][j][c + 2], lane_key + i * 16 + 8);
+        }
       }
+    }
+  };
+  if (a.alibi_slopes != nullptr) {
+    of_rows([&](int query, float slope) {
+      const auto position = static_cast<float>(query + tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+      return [=](float& x, int key) { x -= slope * fabsf(position - static_cast<float>(key)); };
+    });
+  }
+  if (!whole) {
+    const Mask mask = params.mask(tile.sequence);
+    of_rows([&](int query, float) {
+      const Range keys = mask.keys_of_row(query);
+      const int begin = static_cast<int>(keys.begin), end = min(static_cast<int>(keys.end), past);
+      return [=](float& x, int key) { x = key < begin || key >= end ? -ptx::infinity : x; };
+    });
+  }
+}
+
+// Each column of s times its own number.
+template <int m, int n>
+__device__ __forceinline__ void multiply_columns(tile::FragmentC (&s)[m][n], const float (&by)[n][2]) {
+#pragma unroll
+  for (int i = 0; i < m; ++i) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][j][e] *= by[j][e % 2];
     }
   }
 }
 
-// One warp's keys of begin .. end - 1, those of all warps.
-template <DecodeConfig C, int m, int nv>
+// What a warp has of some keys: o's columns by the tile's rows, not yet divided, and of the lane's two rows
+// of each 8 the reference and the sum of the exponentials.
+template <int n, int mv>
+struct DecodeState {
+  // A reference follows the maximum only when that has risen by more than this: until then p stays below
+  // 2^slack, exactly as accurate in floating point, and o need not be rescaled.
+  static constexpr float slack = 8.0f;
+
+  tile::FragmentC o[mv][n];
+  float reference[n][2], sum[n][2];
+
+  __device__ __forceinline__ void clear() {
+    tile::clear(o);
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      reference[j][0] = reference[j][1] = -ptx::infinity;
+      sum[j][0] = sum[j][1] = 0.0f;
+    }
+  }
+
+  // f(x) of the lanes that have other keys of the same rows.
+  template <class F>
+  static __device__ __forceinline__ float over_keys(float x, const F& f) {
+#pragma unroll
+    for (int apart = 4; apart < 32; apart *= 2) x = f(x, __shfl_xor_sync(~0u, x, apart));
+    return x;
+  }
+
+  // Scores become exponentials; the sum is of this lane's keys alone.
+  template <int m>
+  __device__ __forceinline__ void exponentiate(tile::FragmentC (&s)[m][n]) {
+    bool moved = false;
+    float by[n][2];
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float most = fmaxf(s[0][j][c], s[0][j][c + 2]);
+#pragma unroll
+        for (int i = 1; i < m; ++i) most = fmaxf(most, fmaxf(s[i][j][c], s[i][j][c + 2]));
+        most = over_keys(most, [](float x, float y) { return fmaxf(x, y); });
+        const float before = reference[j][c];
+        by[j][c] = 1.0f;
+        if (most - before > slack) {  // from -inf to anything, too
+          // A row that has seen nothing has no sum: any factor will do, but not NaN.
+          by[j][c] = before == -ptx::infinity ? 0.0f : ptx::exp2(before - most);
+          reference[j][c] = most;
+          moved = true;
+        }
+      }
+    }
+    if (__any_sync(~0u, moved)) {
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          sum[j][c] *= by[j][c];
+#pragma unroll
+          for (int d = 0; d < mv; ++d) {
+            o[d][j][c] *= by[j][c];
+            o[d][j][c + 2] *= by[j][c];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        // Hidden keys only, so far: -inf - 0, not -inf + inf.
+        const float from = reference[j][c] == -ptx::infinity ? 0.0f : reference[j][c];
+#pragma unroll
+        for (int i = 0; i < m; ++i) {
+          s[i][j][c] = ptx::exp2(s[i][j][c] - from);
+          s[i][j][c + 2] = ptx::exp2(s[i][j][c + 2] - from);
+          sum[j][c] += s[i][j][c] + s[i][j][c + 2];
+        }
+      }
+    }
+  }
+
+  // The end of a part: the sum of all lanes.
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) sum[j][c] = over_keys(sum[j][c], [](float x, float y) { return x + y; });
+    }
+  }
+
+  // The parts of `left`, and behind them this one's.
+  __device__ __forceinline__ void join(const DecodeState& left) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const tile::Joined both({left.reference[j][c], left.sum[j][c]}, {reference[j][c], sum[j][c]});
+        reference[j][c] = both.state.x;
+        sum[j][c] = both.state.y;
+#pragma unroll
+        for (int d = 0; d < mv; ++d) {
+          o[d][j][c] = both.sum(left.o[d][j][c], o[d][j][c]);
+          o[d][j][c + 2] = both.sum(left.o[d][j][c + 2], o[d][j][c + 2]);
+        }
+      }
+    }
+  }
+};
+
+// The keys of a warp: `parts` parts of `part_keys` keys, a multiple of C.keys, from `first` on; of them those
+// from begin to end - 1.
+struct WarpKeys {
+  int first, part_keys, parts;
+  int begin, end;
+};
+
+// One warp's keys. Without parts nothing is known of `state`.
+template <DecodeConfig C, int n, int mv>
 __device__ __forceinline__ void attend(const DecodeParams& params, const tile::DecodeTile& tile,
-                                       DecodeShared<C>& shared, int begin, int end, tile::Softmax<m>& softmax,
-                                       tile::FragmentC (&acc_o)[m][nv]) {
-  constexpr int n = C.keys / 8, ahead = C.stages - 1, stride = C.warps * C.keys;
+                                       DecodeShared<C>& shared, const WarpKeys& keys,
+                                       DecodeState<n, mv>& state) {
+  constexpr int m = C.keys / 16, ahead = C.stages - 1;
   const AttentionParams& a = params.attention;
   const int warp = ptx::warp_index(), lane = threadIdx.x % 32;
   const bool paged = params.page_table != nullptr;
-  const int first = begin + warp * C.keys;
-  const int steps = first < end ? (end - first + stride - 1) / stride : 0;
+  // Steps count from the warp's first key on; those in front of begin are left out.
+  const int last_step = keys.begin < keys.end ? (keys.end - keys.first + C.keys - 1) / C.keys : 0;
+  const int first_step = keys.begin < keys.end ? (keys.begin - keys.first) / C.keys : 0;
 
   // The place of the lane's key of a step; contiguous: of the step's first key.
-  const KeyPlace row_place{paged || steps == 0 ? 0 : params.slot(tile.b, 0).block, 0};
+  const KeyPlace row_place{paged || last_step == 0 ? 0 : params.slot(tile.b, 0).block, 0};
   const auto place_of = [&](int step) {
-    const int key = first + step * stride;
+    const int key = keys.first + step * C.keys;
     if (!paged) return KeyPlace{row_place.block, tile.sequence.k_begin + key};
     const int mine = key + lane % C.keys;
-    if (mine >= end) return KeyPlace{-1, 0};
+    if (mine >= keys.end) return KeyPlace{-1, 0};
     const auto [block, slot] = params.slot(tile.b, tile.sequence.k_begin + mine);
     return KeyPlace{block, slot};
   };
@@ -221,8 +433,8 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
   const KeyCopy<C, C.head_dim_v> copy_v(a.v, tile.head_k, a.head_dim_v);
   int filling = 0;  // the buffer that is filled next
   const auto load = [&](int step, const KeyPlace& place) {
-    if (step < steps) {
-      const int rows = end - first - step * stride;
+    if (step < last_step) {
+      const int rows = keys.end - keys.first - step * C.keys;
       copy_k(shared.ring[warp][filling].k, paged, place, rows);
       copy_v(shared.ring[warp][filling].v, paged, place, rows);
       filling = filling + 1 == C.stages ? 0 : filling + 1;
@@ -232,112 +444,187 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 
 #pragma unroll
   for (int i = 0; i < ahead; ++i) {
-    if (i == 0) load_q<C>(params, tile, shared);  // belongs to the first group
-    load(i, place_of(i));
+    if (i == 0 && !C.narrow()) load_q<C>(params, tile, shared);  // belongs to the first group
+    load(first_step + i, place_of(first_step + i));
   }
-  KeyPlace next = place_of(ahead);
-  const DecodeRows<m> rows(params, tile, end);
+  if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared);
+  KeyPlace next = place_of(first_step + ahead);
+  const DecodeSlopes<n> slopes(params, tile);
   // Keys that every row sees.
   const Range all =
       params.mask(tile.sequence).keys_of_all({tile.first_query, tile.first_query + tile.queries});
 
-  const tile::Lanes<tile::Order::rows_first, C.head_dim> lanes_q;
-  const tile::Lanes<tile::Order::cols_first, C.head_dim> lanes_k;
-  const tile::Lanes<tile::Order::rows_first, C.head_dim_v> lanes_v;
-  const tile::Matrices read_q_tile(shared.q, lanes_q);
-  constexpr bool held = m * (C.head_dim + C.head_dim_v) <= 256;  // beside acc_o
-  tile::HeldA<held ? C.head_dim : 16> held_q[m];
+  const tile::Lanes<tile::Order::cols_first, C.head_dim> lanes_q;
+  const tile::Lanes<tile::Order::rows_first, KeyTile<C, C.head_dim>::cols> lanes_k;
+  const tile::Lanes<tile::Order::cols_first, KeyTile<C, C.head_dim_v>::cols> lanes_v;
+  const tile::Matrices read_q(shared.q, lanes_q);
+  constexpr int depth = C.head_dim / 16;
+  constexpr bool held = n * C.head_dim <= 256;   // beside o
+  constexpr int at_once = 2 / C.number_bytes();  // 16s of the depth that one ldmatrix reads
+  unsigned q[held ? depth : at_once][n][2];
+  const auto read_queries = [&](unsigned(&to)[n][2], int d) {
+#pragma unroll
+    for (int j = 0; j < n; j += 2) {
+      tile::FragmentA b;
+      read_q.read_b(b, j * 8, d * 16);
+      to[j][0] = b[0];
+      to[j][1] = b[1];
+      if (j + 1 < n) {
+        to[j + 1 < n ? j + 1 : j][0] = b[2];
+        to[j + 1 < n ? j + 1 : j][1] = b[3];
+      }
+    }
+  };
   cute::cp_async_wait<ahead - 1>();
   __syncthreads();
   if constexpr (held) {
 #pragma unroll
-    for (int i = 0; i < m; ++i) held_q[i].read(read_q_tile, i * 16);
+    for (int d = 0; d < depth; ++d) read_queries(q[d], d);
   }
-
-  const auto read_q = [&](tile::FragmentA& q, int i, int d) {
-    if constexpr (held) {
-      held_q[i].read_a(q, 0, d);
-    } else {
-      read_q_tile.read_a(q, i * 16, d);
-    }
-  };
-
-  int stage = 0;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    const int first_key = first + step * stride;
-    cute::cp_async_wait<ahead - 1>();
-    __syncwarp();  // the step's keys are there for all lanes, and all are done with those of the step before
-    load(step + ahead, next);
-    next = place_of(step + ahead + 1);
-
-    auto& now = shared.ring[warp][stage];
-    stage = stage + 1 == C.stages ? 0 : stage + 1;
-    const tile::Matrices read_k(now.k, lanes_k);
-    const tile::Matrices read_v(now.v, lanes_v);
-    tile::FragmentC s[m][n];
-    tile::clear(s);
-    tile::multiply_q_k<C.type, C.head_dim>(s, read_q, read_k);
-    const bool whole = all.begin <= first_key && first_key + C.keys <= all.end && first_key + C.keys <= end;
-    score(a, s, rows, first_key, whole);
-    softmax.prepare(s, 1.0f, [&](int i, int half, float by) { softmax.shrink_rows(acc_o, i, half, by); });
+  float unit[C.narrow() ? n : 1][2];  // what k q^T of 8-bit keys is to be multiplied by, in each row
+  if constexpr (C.narrow()) {
+    const float of_k = params.k_scale.of(tile.head_k) * ptx::byte_unit(C.stored);
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int i = 0; i < m; ++i) softmax.exponentiate(s[i][j], i);
+      for (int c = 0; c < 2; ++c) unit[j][c] = of_k * shared.state[0][row_of_lane(j, c)].x;
     }
+  }
+  // s += k q^T of 16 keys and 16 of the depth, the d-th of those that q has.
+  const auto multiply_k = [&](tile::FragmentC(&to)[n], const tile::FragmentA& k, int d) {
 #pragma unroll
-    for (int j = 0; j < n / 2; ++j) {
-      tile::FragmentA p[m];
+    for (int j = 0; j < n; ++j) tile::multiply_add<C.product()>(to[j], k, q[d][j][0], q[d][j][1]);
+  };
+
+  DecodeState<n, mv>
+      waiting[C.levels > 0 ? C.levels : 1];  // the left ones of pairs, by how many parts they have
+  int stage = 0, step = first_step;
+#pragma unroll 1
+  for (int part = 0; part < keys.parts; ++part) {
+    state.clear();
+    const int past = min(last_step, (part + 1) * (keys.part_keys / C.keys));
+#pragma unroll 1
+    for (; step < past; ++step) {
+      const int first_key = keys.first + step * C.keys;
+      cute::cp_async_wait<ahead - 1>();
+      __syncwarp();  // the step's keys are there for all lanes, and all are done with those of the step
+                     // before
+      load(step + ahead, next);
+      next = place_of(step + ahead + 1);
+
+      auto& now = shared.ring[warp][stage];
+      stage = stage + 1 == C.stages ? 0 : stage + 1;
+      const tile::Matrices read_k(now.k, lanes_k);
+      const tile::Matrices read_v(now.v, lanes_v);
+      tile::FragmentC s[m][n];
+      tile::clear(s);
 #pragma unroll
-      for (int i = 0; i < m; ++i) tile::as_operand<C.type>(p[i], s[i], j);
-      tile::multiply_step<C.type>(acc_o, p, read_v, j * 16);
+      for (int d = 0; d < depth; d += at_once) {
+        if constexpr (!held) {
+#pragma unroll
+          for (int e = 0; e < at_once; ++e) read_queries(q[e], d + e);
+        }
+#pragma unroll
+        for (int i = 0; i < m; ++i) {
+          tile::FragmentA read;
+          read_k.read_a(read, i * 16, d * 8 * C.number_bytes());
+          if constexpr (C.narrow()) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              tile::FragmentA k;
+              ptx::widen_bytes<C.stored>(read[2 * e], k[0], k[2]);
+              ptx::widen_bytes<C.stored>(read[2 * e + 1], k[1], k[3]);
+              multiply_k(s[i], k, held ? d + e : e);
+            }
+          } else {
+            multiply_k(s[i], read, held ? d : 0);
+          }
+        }
+      }
+      const bool whole =
+          all.begin <= first_key && first_key + C.keys <= all.end && first_key + C.keys <= keys.end;
+      if constexpr (C.narrow()) multiply_columns(s, unit);
+      score(params, tile, s, slopes, first_key, keys.end, whole);
+      state.exponentiate(s);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+        unsigned p[n][2];
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+          p[j][0] = ptx::transpose(ptx::pack<C.product()>(s[i][j][0], s[i][j][1]));
+          p[j][1] = ptx::transpose(ptx::pack<C.product()>(s[i][j][2], s[i][j][3]));
+        }
+        const auto multiply_v = [&](tile::FragmentC(&to)[n], const tile::FragmentA& v) {
+#pragma unroll
+          for (int j = 0; j < n; ++j) tile::multiply_add<C.product()>(to[j], v, p[j][0], p[j][1]);
+        };
+#pragma unroll
+        for (int d = 0; d < mv; d += at_once) {
+          tile::FragmentA read;
+          read_v.read_a_transposed(read, i * 16, d * 8 * C.number_bytes());
+          if constexpr (C.narrow()) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              tile::FragmentA v;
+              ptx::widen_bytes<C.stored>(read[e], v[0], v[1]);
+              ptx::widen_bytes<C.stored>(read[e + 2], v[2], v[3]);
+              multiply_v(state.o[d + e], v);
+            }
+          } else {
+            multiply_v(state.o[d], read);
+          }
+        }
+      }
+    }
+    state.close();
+    bool climbs = true;  // no break: the loop must be unrolled, for registers
+#pragma unroll
+    for (int level = 0; level < C.levels; ++level) {
+      if (!climbs) continue;
+      if ((part >> level & 1) != 0) {
+        state.join(waiting[level]);
+      } else if (part + 1 < keys.parts) {
+        waiting[level] = state;
+        climbs = false;
+      }
     }
   }
 }
 
-// What the warps have becomes the block's: o[0] and joined.
-template <DecodeConfig C, int m, int nv>
-__device__ __forceinline__ void join_warps(DecodeShared<C>& shared, const tile::Softmax<m>& softmax,
-                                           const tile::FragmentC (&acc_o)[m][nv]) {
-  constexpr int threads = C.warps * 32;
-  const int warp = threadIdx.x / 32;
+// What the warps have goes to shared memory.
+template <DecodeConfig C, int n, int mv>
+__device__ __forceinline__ void publish(DecodeShared<C>& shared, const DecodeState<n, mv>& state, int warps) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   cute::cp_async_wait<0>();
   __syncthreads();  // o takes the place of k and v
+  if (warp < warps) {
 #pragma unroll
-  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < n; ++j) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto [row, col] = tile::element(i, 0, half * 2);
-      float sum = softmax.row_sum[i][half];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      if (threadIdx.x % 4 == 0) shared.state[warp][row] = {softmax.reference[i][half], sum};
+      for (int c = 0; c < 2; ++c) {
+        const int row = row_of_lane(j, c);
+        if (lane < 4) shared.state[warp][row] = {state.reference[j][c], state.sum[j][c]};
 #pragma unroll
-      for (int j = 0; j < nv; ++j) {
-        *reinterpret_cast<float2*>(&shared.o[warp][row][col + j * 8]) = {acc_o[i][j][half * 2],
-                                                                         acc_o[i][j][half * 2 + 1]};
+        for (int d = 0; d < mv; ++d) {
+          float* to = &shared.o[warp][row][d * 16];
+          if constexpr (C.narrow()) {
+            *reinterpret_cast<float2*>(to + lane / 4 * 2) = {state.o[d][j][c], state.o[d][j][c + 2]};
+          } else {
+            to[lane / 4] = state.o[d][j][c];
+            to[lane / 4 + 8] = state.o[d][j][c + 2];
+          }
+        }
       }
     }
   }
   __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < C.block_m * (C.head_dim_v / 4); i += threads) {
-    const int row = i / (C.head_dim_v / 4), col = i % (C.head_dim_v / 4) * 4;
-    float4 o;
-    const float2 state = tile::fold<C.warps>(
-        o, C.warps, [&](int w) { return shared.state[w][row]; },
-        [&](int w) { return *reinterpret_cast<const float4*>(&shared.o[w][row][col]); });
-    *reinterpret_cast<float4*>(&shared.o[0][row][col]) = o;  // this thread's alone
-    if (col == 0) shared.joined[row] = state;
-  }
 }
 
 template <DecodeConfig C>
 __device__ void decode(const DecodeParams& params) {
-  constexpr int threads = C.warps * 32, m = C.block_m / 16, nv = C.head_dim_v / 8;
+  constexpr int threads = C.warps * 32, n = C.block_m / 8, mv = C.head_dim_v / 16;
   constexpr int row_fours = C.head_dim_v / 4;
-  static_assert(C.block_m % 16 == 0 && C.keys % 16 == 0 && C.keys <= 32 && C.stages >= 2);
+  static_assert((C.block_m == 8 || C.block_m % 16 == 0) && C.keys % 16 == 0 && C.keys <= 32 && C.stages >= 2);
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
 
@@ -352,20 +639,38 @@ __device__ void decode(const DecodeParams& params) {
   const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
   const Range seen = mask.keys_of_any({0, tile.sequence.seqlen_q});
   const DecodeSplits splits = params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()));
-  if (split >= splits.count) return;  // a cluster's barrier does not wait for those who have left
+  const DecodeBlocks blocks = params.blocks_of(splits);
+  if (split >= blocks.count) return;  // a cluster's barrier does not wait for those who have left
 
-  // The keys of the split that some query of the tile sees.
+#if __CUDA_ARCH__ >= 900
+  if constexpr (C.cluster > 1) {
+    if (blocks.count > 1) ptx::arrive_cluster();
+  }
+#endif
+
+  // The warp's keys that some query of the tile sees.
   const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
-  const long long from = seen.begin + 1LL * split * splits.keys;
-  const int begin = static_cast<int>(max(own.begin, from));
-  const int end = static_cast<int>(min(own.end, min(seen.end, from + splits.keys)));
+  const int first_part = split * C.warps * blocks.parts;
+  const int warps = min(C.warps, (splits.count - first_part + blocks.parts - 1) / blocks.parts);
+  const int part = first_part + ptx::warp_index() * blocks.parts;
+  WarpKeys keys;
+  keys.part_keys = splits.keys;
+  keys.parts = min(blocks.parts, splits.count - part);
+  const long long from = seen.begin + 1LL * part * splits.keys;
+  const long long past = from + 1LL * max(keys.parts, 0) * splits.keys;
+  keys.first = static_cast<int>(min(from, seen.end));
+  keys.begin = static_cast<int>(max(own.begin, from));
+  keys.end = static_cast<int>(min(own.end, min(seen.end, past)));
 
-  tile::FragmentC acc_o[m][nv];
-  tile::clear(acc_o);
-  tile::Softmax<m> softmax;
-  attend<C>(params, tile, shared, begin, end, softmax, acc_o);
-  join_warps<C>(shared, softmax, acc_o);
-  __syncthreads();
+  DecodeState<n, mv> state;
+  attend<C>(params, tile, shared, keys, state);
+  publish<C>(shared, state, warps);
+  const auto join_warps = [&](float4& o, int r, int col) {
+    return tile::join_tree<C.warps>(
+        o, warps, [&](int w) { return shared.state[w][r]; },
+        [&](int w) { return *reinterpret_cast<const float4*>(&shared.o[w][r][col]); });
+  };
+  const int fours = params.partial_rows * row_fours;
 
   // Four columns of a row of the tile: joined(o, row, column) makes them of all splits.
   const auto finish = [&](int i, auto&& joined) {
@@ -375,42 +680,51 @@ __device__ void decode(const DecodeParams& params) {
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
     tile::RowEnd end_of_row{0.0f, -ptx::infinity};  // padding
     if (query < tile.sequence.seqlen_q) end_of_row = tile::end_row<C.type>(a, h, joined(o, r, col));
+    if constexpr (C.narrow()) end_of_row.factor *= params.v_scale.of(tile.head_k) * ptx::byte_unit(C.stored);
     tile::store_row<C.type>(a, tile.b, tile.sequence.q_begin + query, h, col, o, end_of_row);
   };
-  if (splits.count == 1) {
+  if (blocks.count == 1) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < C.block_m * row_fours; i += threads) {
-      finish(i, [&](float4& o, int r, int col) {
-        o = *reinterpret_cast<const float4*>(&shared.o[0][r][col]);
-        return shared.joined[r];
-      });
-    }
+    for (int i = threadIdx.x; i < fours; i += threads) finish(i, join_warps);
     return;
   }
   if constexpr (C.cluster == 1) {
     const long long first_row = tile.partial_row(params, split);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < params.partial_rows * row_fours; i += threads) {
+    for (int i = threadIdx.x; i < fours; i += threads) {
       const int r = i / row_fours, col = i % row_fours * 4;
-      *reinterpret_cast<float4*>(params.o_partial + (first_row + r) * params.partial_cols + col) =
-          *reinterpret_cast<const float4*>(&shared.o[0][r][col]);
-      if (col == 0) reinterpret_cast<float2*>(params.state_partial)[first_row + r] = shared.joined[r];
+      float4 o;
+      const float2 joined = join_warps(o, r, col);
+      *reinterpret_cast<float4*>(params.o_partial + (first_row + r) * params.partial_cols + col) = o;
+      if (col == 0) reinterpret_cast<float2*>(params.state_partial)[first_row + r] = joined;
     }
   } else {
 #if __CUDA_ARCH__ >= 900
-    ptx::meet_cluster();
+    // Each block ends a share of the tile, of which all others send it theirs.
+    const int share = (fours + blocks.count - 1) / blocks.count;
+    const unsigned columns = ptx::shared_address(shared.sent),
+                   states = ptx::shared_address(shared.sent_state);
+    __syncwarp();
+    ptx::wait_cluster();  // all have begun
 #pragma unroll 1
-    for (int i = split * threads + threadIdx.x; i < C.block_m * row_fours; i += splits.count * threads) {
-      finish(i, [&](float4& o, int r, int col) {
-        const unsigned state = ptx::shared_address(&shared.joined[r]);
-        const unsigned columns = ptx::shared_address(&shared.o[0][r][col]);
-        return tile::fold<C.cluster>(
-            o, splits.count, [&](int s) { return ptx::load_cluster_pair(ptx::cluster_address(state, s)); },
-            [&](int s) { return ptx::load_cluster_four(ptx::cluster_address(columns, s)); });
-      });
+    for (int i = threadIdx.x; i < fours; i += threads) {
+      float4 o;
+      const float2 joined = join_warps(o, i / row_fours, i % row_fours * 4);
+      const int to = i / share, at = split * share + i - to * share;
+      ptx::store_cluster(ptx::cluster_address(columns + at * 16, to), o);
+      ptx::store_cluster(ptx::cluster_address(states + at * 8, to), joined);
     }
     __syncwarp();
-    ptx::meet_cluster();  // nobody leaves while another reads
+    ptx::arrive_cluster();
+    ptx::wait_cluster();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < share && split * share + i < fours; i += threads) {
+      finish(split * share + i, [&](float4& o, int, int) {
+        return tile::join_tree<C.cluster>(
+            o, blocks.count, [&](int s) { return shared.sent_state[s * share + i]; },
+            [&](int s) { return shared.sent[s * share + i]; });
+      });
+    }
 #endif
   }
 }

@@ -12,18 +12,31 @@ namespace tessera::tile {
   return reference == -ptx::infinity ? 0.0f : ptx::exp2(reference - most);
 }
 
-__device__ __forceinline__ void add_weighted(float4& sum, float weight, const float4& x) {
-  sum.x = fmaf(weight, x.x, sum.x);
-  sum.y = fmaf(weight, x.y, sum.y);
-  sum.z = fmaf(weight, x.z, sum.z);
-  sum.w = fmaf(weight, x.w, sum.w);
-}
+// Two neighbouring parts become one: what they count for together, and what each of them does in it.
+struct Joined {
+  float2 state;
+  float left, right;  // weights
 
-// Adds some parts of four columns of a row to o and sum, always in their order. `count` of them are there, at
-// most `parts`: all are asked for before the first is used. state(i): reference and sum.
+  __device__ __forceinline__ Joined(float2 a, float2 b) {
+    const float most = fmaxf(a.x, b.x);
+    left = weight_of(a.x, most);
+    right = weight_of(b.x, most);
+    state = {most, sum(a.y, b.y)};
+  }
+  [[nodiscard]] __device__ __forceinline__ float sum(float a, float b) const {
+    return fmaf(right, b, left * a);
+  }
+};
+
+// Parts are always joined in the same binary tree over their numbers, whoever joins them: 2i with 2i + 1,
+// these pairs in the same way, and so on; one that has no right neighbour waits for the next level. So it
+// does not show in the bits how many neighbouring parts a warp, a block or a cluster has.
+//
+// This is the tree of `count` parts, at most `parts`, of four columns of a row; all are asked for before the
+// first is used. state(i): reference and sum.
 template <int parts, class State, class Columns>
-__device__ __forceinline__ void add_parts(float4& o, float& sum, float most, int count, const State& state,
-                                          const Columns& columns) {
+__device__ __forceinline__ float2 join_tree(float4& o, int count, const State& state,
+                                            const Columns& columns) {
   float2 of[parts];
   float4 x[parts];
 #pragma unroll
@@ -32,26 +45,19 @@ __device__ __forceinline__ void add_parts(float4& o, float& sum, float most, int
     x[i] = i < count ? columns(i) : float4{0.0f, 0.0f, 0.0f, 0.0f};
   }
 #pragma unroll
-  for (int i = 0; i < parts; ++i) {
-    const float weight = weight_of(of[i].x, most);
-    sum = fmaf(weight, of[i].y, sum);
-    add_weighted(o, weight, x[i]);
+  for (int apart = 1; apart < parts; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i + apart < parts; i += 2 * apart) {
+      if (i + apart < count) {
+        const Joined both(of[i], of[i + apart]);
+        of[i] = both.state;
+        float4 &a = x[i], &b = x[i + apart];
+        a = {both.sum(a.x, b.x), both.sum(a.y, b.y), both.sum(a.z, b.z), both.sum(a.w, b.w)};
+      }
+    }
   }
-}
-
-// All parts of four columns of a row; what they are together.
-template <int parts, class State, class Columns>
-__device__ __forceinline__ float2 fold(float4& o, int count, const State& state, const Columns& columns) {
-  float2 of[parts];
-  float most = -ptx::infinity, sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < parts; ++i) of[i] = i < count ? state(i) : float2{-ptx::infinity, 0.0f};
-#pragma unroll
-  for (int i = 0; i < parts; ++i) most = fmaxf(most, of[i].x);
-  o = {0.0f, 0.0f, 0.0f, 0.0f};
-  add_parts<parts>(
-      o, sum, most, count, [&](int i) { return of[i]; }, columns);
-  return {most, sum};
+  o = x[0];
+  return of[0];
 }
 
 // o's factor and lse of a row of all keys, the sink among them.

@@ -73,8 +73,10 @@ Arguments arguments(const Decode& x) {
   const Role cache = x.k_new.given() || x.v_new.given() ? output : input;  // both, then
   return {
       {"q",               &x.q,                    input,  required, Types::floating,        Last::contiguous, tokens,  tokens},
-      {"k_cache",         &x.k_cache,              cache,  required, Types::as_q,            Last::contiguous, 4,       4},
-      {"v_cache",         &x.v_cache,              cache,  required, Types::as_q,            Last::contiguous, 4,       4},
+      {"k_cache",         &x.k_cache,              cache,  required, Types::cached,          Last::contiguous, 4,       4},
+      {"v_cache",         &x.v_cache,              cache,  required, Types::cached,          Last::contiguous, 4,       4},
+      {"k_scale",         &x.k_scale,              input,  optional, Types::float32,         Last::strided,    1,       1},
+      {"v_scale",         &x.v_scale,              input,  optional, Types::float32,         Last::strided,    1,       1},
       {"cache_seqlens",   &x.cache_seqlens,        input,  required, Types::int32,           Last::contiguous, 1,       1},
       {"page_table",      &x.page_table,           input,  optional, Types::int32,           Last::contiguous, 2,       2},
       {"cache_batch_idx", &x.cache_batch_idx,      input,  optional, Types::int32,           Last::contiguous, 1,       1},

@@ -12,7 +12,8 @@
 namespace tessera {
 
 enum class Role : std::uint8_t { input, output };
-enum class Types : std::uint8_t { floating, any_floating, as_q, as_q_or_float32, float32, int32 };
+// cached: q's dtype or an 8-bit one.
+enum class Types : std::uint8_t { floating, any_floating, as_q, cached, as_q_or_float32, float32, int32 };
 enum class Last : std::uint8_t { contiguous, strided };  // the stride of the last dimension
 enum class Need : std::uint8_t { required, optional };
 

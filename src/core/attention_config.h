@@ -7,6 +7,8 @@
 namespace tessera {
 
 enum class Half : unsigned char { float16, bfloat16 };
+// What a cache holds: numbers of q's type, or 8-bit ones.
+enum class Stored : unsigned char { half, float8, int8 };
 
 // What a score has beside softmax_scale and the mask. any_scale: a softmax_scale that is not above 0.
 // wide_bias, beside bias: it is float32. Forward alone is compiled for that.
@@ -116,9 +118,16 @@ struct DecodeConfig {
   int head_dim, head_dim_v;
   int block_m;
   int warps, keys, stages;
+  int levels;  // a warp joins up to 2^levels parts of the keys
   int per_sm;
-  int cluster;   // blocks of one tile that join their splits in shared memory, Hopper's; 1: by the workspace
+  int cluster;   // blocks of one tile that join their parts in shared memory, Hopper's; 1: by the workspace
   bool aligned;  // rows of q, k, v are whole, aligned pieces of 16 bytes
+  Stored stored = Stored::half;
+
+  // Of k and v. All 8-bit numbers are float16 ones, so that the products are of that type, whatever q's is.
+  [[nodiscard]] constexpr bool narrow() const { return stored != Stored::half; }
+  [[nodiscard]] constexpr Half product() const { return narrow() ? Half::float16 : type; }
+  [[nodiscard]] constexpr int number_bytes() const { return narrow() ? 1 : 2; }
 };
 
 struct DbiasConfig {

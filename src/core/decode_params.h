@@ -1,6 +1,7 @@
 // The arguments of the GPU kernels of decode, as launch fills them and device code reads them.
 #pragma once
 
+#include "core/attention_config.h"
 #include "core/attention_params.h"
 
 namespace tessera {
@@ -12,6 +13,16 @@ struct AnglesArg {
   bool wide;
 };
 
+// What a key head's stored numbers are to be multiplied by: 1 where there is none.
+struct ScaleArg {
+  const float* data;
+  long long stride;
+
+  [[nodiscard]] TESSERA_HD float of(int head_k) const {
+    return data == nullptr ? 1.0f : data[head_k * stride];
+  }
+};
+
 // One sequence of the batch, as Sequence in core/problem.h. Its key j is in slot k_begin + j.
 struct DecodeSequence {
   int q_begin, allocated_q, seqlen_q;  // rows from seqlen_q on belong to no sequence: padding
@@ -20,13 +31,18 @@ struct DecodeSequence {
   int new_begin, seqlen_new;
 };
 
-// A part of a sequence's keys, as core/split.h has it, in 32 bits.
+// The parts of a sequence's keys, as core/split.h has them, in 32 bits: each is one warp's at a time.
 struct DecodeSplits {
   int keys, count;
 };
+// How a sequence's parts are dealt out: to `count` blocks of threads, `parts` neighbours to each of a block's
+// warps, a power of two.
+struct DecodeBlocks {
+  int parts, count;
+};
 
 // Work is cut into tiles of `queries` queries by `heads` of the query heads that share a key head, and those
-// by splits of the keys: block (tile * head_tiles_k + head tile) * most_splits + split.
+// by parts of the keys: block (tile * head_tiles_k + head tile) * most_splits + split.
 struct DecodeParams {
   AttentionParams attention;  // k and v are the cache, cu_seqlens_k those of k_new, bias and dropout are none
 
@@ -36,6 +52,8 @@ struct DecodeParams {
   Divisor page_size;
   int blocks;  // pages, or rows of the cache
   const int *batch_idx, *leftpad;
+  Stored stored;
+  ScaleArg k_scale, v_scale;
   RowsArg k_new, v_new;
   int rows_new;
   AnglesArg cos, sin;
@@ -52,8 +70,10 @@ struct DecodeParams {
   Divisor tiles;         // of a sequence, unless packed
   Divisor parts;         // num_splits, or how many there are at most by themselves
   int split_unit, split_fewest;
-  int split_queries;  // a sequence of more is not split
-  Divisor most_splits;
+  int split_queries;    // a sequence of more is one block's
+  int warps;            // of a block
+  Divisor most_splits;  // blocks of a tile
+  static constexpr int most_blocks = 128;
   // The workspace, of sequences of several splits: split s of row r of a tile is row
   // (partial tile * most_splits + s) * partial_rows + r. state: reference and sum.
   Divisor split_tiles;  // of a sequence of split_queries
@@ -89,14 +109,23 @@ struct DecodeParams {
   }
   // Splits::of(seen, ...), where `seen` keys are those that some query of the sequence sees.
   [[nodiscard]] TESSERA_HD constexpr DecodeSplits splits(int seqlen_q, int seen) const {
-    if (seqlen_q > split_queries) return {seen < 1 ? 1 : seen, 1};
     const auto n = static_cast<unsigned>(seen);
-    const auto unit = static_cast<unsigned>(split_unit);
-    unsigned keys = parts.quotient(n) + (parts.remainder(n) != 0 ? 1 : 0);
+    const auto unit = static_cast<unsigned>(split_unit), w = static_cast<unsigned>(warps);
+    unsigned keys =
+        seqlen_q > split_queries ? (n + w - 1) / w : parts.quotient(n) + (parts.remainder(n) != 0 ? 1 : 0);
     keys = (keys + unit - 1) / unit * unit;
     if (keys < static_cast<unsigned>(split_fewest)) keys = static_cast<unsigned>(split_fewest);
     const unsigned count = (n + keys - 1) / keys;
     return {static_cast<int>(keys), count < 1 ? 1 : static_cast<int>(count)};
+  }
+  // As few parts a warp as the tile's blocks allow.
+  [[nodiscard]] TESSERA_HD constexpr DecodeBlocks blocks_of(const DecodeSplits& splits) const {
+    int of_warp = 1, count = (splits.count + warps - 1) / warps;
+    while (count > static_cast<int>(most_splits.divisor)) {
+      of_warp *= 2;
+      count = (count + 1) / 2;
+    }
+    return {of_warp, count};
   }
   // Where a slot of a sequence lies: k.batch * block + k.seq * slot.
   struct Slot {

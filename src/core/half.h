@@ -1,8 +1,12 @@
-// Scalar conversions between float and the 16-bit types, round to nearest even, NaN stays NaN.
+// Scalar conversions between float and the narrower types: round to nearest even, NaN stays NaN. The 8-bit
+// types, those of caches, have no infinity: what is beyond them becomes the nearest that they have, and
+// int8's NaN is 0.
 #pragma once
 
 #include <bit>
 #include <cstdint>
+
+#include "core/eight_bits.h"
 
 namespace tessera {
 
@@ -11,6 +15,9 @@ struct bfloat16 {
 };
 struct float16 {
   std::uint16_t bits;
+};
+struct float8_e4m3fn {
+  std::uint8_t bits;
 };
 
 [[nodiscard]] constexpr float to_float(float x) { return x; }
@@ -27,6 +34,17 @@ struct float16 {
   const float value = static_cast<float>(magnitude) * 0x1p-24f;  // subnormal or zero: exact
   return sign != 0 ? -value : value;
 }
+
+[[nodiscard]] constexpr float to_float(float8_e4m3fn x) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x80u) << 24;
+  const std::uint32_t magnitude = x.bits & 0x7Fu;
+  if (magnitude == 0x7Fu) return std::bit_cast<float>(sign | 0x7FC00000u);
+  if (magnitude >= 0x08u) return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
+  const float value = static_cast<float>(magnitude) * 0x1p-9f;  // subnormal or zero: exact
+  return sign != 0 ? -value : value;
+}
+
+[[nodiscard]] constexpr float to_float(std::int8_t x) { return x; }
 
 template <class T>
 [[nodiscard]] constexpr T from_float(float x);
@@ -58,6 +76,16 @@ template <>
   }
   const std::uint32_t rounded = magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u);
   return {static_cast<std::uint16_t>(sign | rounded >> 13)};
+}
+
+template <>
+[[nodiscard]] constexpr float8_e4m3fn from_float<float8_e4m3fn>(float x) {
+  return {float8_bits(x)};
+}
+
+template <>
+[[nodiscard]] constexpr std::int8_t from_float<std::int8_t>(float x) {
+  return int8_number(x);
 }
 
 }  // namespace tessera

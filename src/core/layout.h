@@ -27,7 +27,11 @@ using Extents = std::array<std::int64_t, Tensor::max_rank>;
   return "stride " + list_text({t.stride.data(), static_cast<std::size_t>(t.rank)});
 }
 
+// DLPack's kDLFloat8_e4m3fn, which its headers before 1.1 lack.
+inline constexpr std::uint8_t float8_e4m3fn_code = 10;
+
 [[nodiscard]] inline std::string dtype_text(DLDataType type) {
+  if (type.code == float8_e4m3fn_code && type.bits == 8 && type.lanes == 1) return "float8_e4m3fn";
   static constexpr std::array<const char*, 6> names = {"int", "uint", "float", "opaque", "bfloat", "complex"};
   std::string text = type.code < names.size() ? names[type.code] : "code" + std::to_string(type.code) + "_";
   text += std::to_string(type.bits);
@@ -75,6 +79,10 @@ using Extents = std::array<std::int64_t, Tensor::max_rank>;
       return {kDLBfloat, 16, 1};
     case DType::int32:
       return {kDLInt, 32, 1};
+    case DType::float8_e4m3fn:
+      return {float8_e4m3fn_code, 8, 1};
+    case DType::int8:
+      return {kDLInt, 8, 1};
   }
   return {kDLOpaqueHandle, 0, 1};
 }
@@ -86,6 +94,8 @@ using Extents = std::array<std::int64_t, Tensor::max_rank>;
   if (code == kDLFloat && bits == 16) return DType::float16;
   if (code == kDLBfloat && bits == 16) return DType::bfloat16;
   if (code == kDLInt && bits == 32) return DType::int32;
+  if (code == float8_e4m3fn_code && bits == 8) return DType::float8_e4m3fn;
+  if (code == kDLInt && bits == 8) return DType::int8;
   return std::nullopt;
 }
 

@@ -65,6 +65,10 @@ const char* name_of(DType dtype) {
       return "bfloat16";
     case DType::int32:
       return "int32";
+    case DType::float8_e4m3fn:
+      return "float8_e4m3fn";
+    case DType::int8:
+      return "int8";
   }
   return "unknown";
 }

@@ -11,6 +11,8 @@
 
 namespace tessera {
 
+inline constexpr std::int64_t max_head_dim = 256;
+
 // q, k, v, o and their gradients, lse and delta: element (b, s, h, c) lies at
 // b * batch + s * seq + h * head + c, where s counts from the start of the tensor (packed tensors have
 // batch == 0 and s = Sequence::q_begin + i).
@@ -49,6 +51,14 @@ struct Sequence {
   std::int64_t new_begin = 0, seqlen_new = 0;  // decode: its rows of k_new; seqlen_k counts them
 };
 
+// What a key head's stored numbers are to be multiplied by: 1 unless given. Reads memory.
+struct ScaleView {
+  const float* data = nullptr;
+  std::int64_t stride = 0;
+
+  [[nodiscard]] float of(std::int64_t head_k) const { return data == nullptr ? 1.0f : data[head_k * stride]; }
+};
+
 // Decode: where the keys of a sequence lie, and what is appended to them first. Its key j is the one of slot
 // Sequence::k_begin + j. Nothing but Problem::sequence, slot and query_position reads the int32 arrays.
 struct Cache {
@@ -59,6 +69,7 @@ struct Cache {
   std::int64_t blocks = 0;  // pages, or rows of the contiguous cache
   const std::int32_t* batch_idx = nullptr;
   const std::int32_t* leftpad = nullptr;
+  ScaleView k_scale, v_scale;  // of a cache of an 8-bit dtype
   View k_new, v_new;
   std::int64_t rows_new = 0;  // of k_new: a sequence's, or the total when packed
   View cos, sin;              // row `position`, rotary_dim / 2 each
@@ -81,7 +92,7 @@ struct Problem {
   Direction direction = Direction::forward;
   DLDevice device{kDLCPU, 0};    // of type kDLCPU or kDLCUDA; the host reads no memory of the latter
   void* stream = nullptr;        // CUDA
-  DType dtype = DType::float32;  // of q, k, v
+  DType dtype = DType::float32;  // of q, k, v; in decode of q and what is appended
 
   std::int64_t batch = 0;
   std::int64_t num_heads_q = 0, num_heads_k = 0, group_size = 1;
@@ -158,7 +169,22 @@ enum class Pointers : std::uint8_t { required, optional };
 // "float32", ...
 [[nodiscard]] const char* name_of(DType dtype);
 [[nodiscard]] constexpr std::int64_t size_of(DType dtype) {
-  return dtype == DType::float32 || dtype == DType::int32 ? 4 : 2;
+  switch (dtype) {
+    case DType::float32:
+    case DType::int32:
+      return 4;
+    case DType::float16:
+    case DType::bfloat16:
+      return 2;
+    case DType::float8_e4m3fn:
+    case DType::int8:
+      break;
+  }
+  return 1;
+}
+// What q, o and everything but caches and indices may have.
+[[nodiscard]] constexpr bool is_floating(DType dtype) {
+  return dtype == DType::float32 || dtype == DType::float16 || dtype == DType::bfloat16;
 }
 
 }  // namespace tessera

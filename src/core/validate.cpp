@@ -86,11 +86,14 @@ bool Validator::dtype(const Argument& argument) {
   switch (argument.types) {
     case Types::floating:  // q stands first in the table
       q_dtype_ = problem.dtype = found.value_or(DType::float32);
-      return (found && found != DType::int32) || fault("float32, float16 or bfloat16");
+      return (found && is_floating(*found)) || fault("float32, float16 or bfloat16");
     case Types::any_floating:
-      return (found && found != DType::int32) || fault("float32, float16 or bfloat16");
+      return (found && is_floating(*found)) || fault("float32, float16 or bfloat16");
     case Types::as_q:
       return found == q_dtype_ || fault(of_q());
+    case Types::cached:
+      return found == q_dtype_ || found == DType::float8_e4m3fn || found == DType::int8 ||
+             fault(of_q() + ", float8_e4m3fn or int8");
     case Types::as_q_or_float32:
       return found == q_dtype_ || found == DType::float32 ||
              fault(q_dtype_ == DType::float32 ? "float32" : of_q() + " or float32");

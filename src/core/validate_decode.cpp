@@ -1,6 +1,7 @@
 // Validation of decode and merge_states. Of a GPU's lengths, tables and indices only shape and dtype are
 // checked.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "core/validator.h"
@@ -30,6 +31,7 @@ class DecodeValidator : public Validator {
   bool companions();
   bool foreign_options();
   bool cache();
+  bool scale(const char* name, const Tensor& tensor, ScaleView& out);
   bool appended();
   bool rotary();
   bool queries();
@@ -98,9 +100,13 @@ bool DecodeValidator::cache() {
   if (!heads_of_k("k_cache", k, 2) || !few_rows("k_cache", k, 1)) return false;
   if (!shape("v_cache", v, {k.shape[0], k.shape[1], problem.num_heads_k, "head_dim_v"})) return false;
   if (!within("v_cache", v, 3, "head_dim_v", 1, max_head_dim)) return false;
+  if (dtype_of(v) != dtype_of(k))
+    return fail("v_cache.dtype", dtype_text(v.dtype), "k_cache's " + dtype_text(k.dtype));
   problem.head_dim_v = v.shape[3];
   problem.rows_k = k.shape[1];
   Cache& cache = problem.cache;
+  if (!(scale("k_scale", call_.k_scale, cache.k_scale) && scale("v_scale", call_.v_scale, cache.v_scale)))
+    return false;
   cache.blocks = k.shape[0];
   if (paged()) {
     if (!shape("page_table", table, {problem.batch, "max_pages"})) return false;
@@ -117,6 +123,20 @@ bool DecodeValidator::cache() {
   return each_sequence("cache_seqlens", call_.cache_seqlens, cache.seqlens) &&
          each_sequence("cache_batch_idx", call_.cache_batch_idx, cache.batch_idx) &&
          each_sequence("leftpad_k", call_.leftpad_k, cache.leftpad);
+}
+
+// A kernel computes with it, and divides by it.
+bool DecodeValidator::scale(const char* name, const Tensor& tensor, ScaleView& out) {
+  if (!tensor.given()) return true;
+  if (size_of(checked_dtype(call_.k_cache)) != 1)
+    return fail(name, "given", "only with a cache of float8_e4m3fn or int8");
+  if (!shape(name, tensor, {problem.num_heads_k})) return false;
+  out = {static_cast<const float*>(tensor.data), effective_strides(tensor)[0]};
+  for (std::int64_t h = 0; problem.on_host() && out.data != nullptr && h < problem.num_heads_k; ++h) {
+    if (std::isnormal(out.of(h)) && out.of(h) > 0) continue;
+    return fail(element(name, h), number_text(out.of(h)), "a positive normal float32 number");
+  }
+  return true;
 }
 
 bool DecodeValidator::appended() {

@@ -18,7 +18,6 @@
 
 namespace tessera {
 
-inline constexpr std::int64_t max_head_dim = 256;
 inline constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
 inline constexpr std::int64_t max_heads_of_batch =
     (std::int64_t{1} << 32) - 1;  // dropout's counter has 32 bits for it

@@ -208,13 +208,26 @@ class Product {
 
 // --- Operands ----------------------------------------------------------------------------------------------
 
+// n elements. Those of an 8-bit cache, as they are loaded, are all bfloat16 numbers.
+HWY_INLINE void copy_row(const Element* from, std::int64_t n, Element* to) {
+  std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(Element));
+}
+template <class T>
+HWY_INLINE void copy_row(const T* from, std::int64_t n, Element* to) {
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) store_from_float(load_as_float(from + i), to + i);
+  for (; i < n; ++i) to[i] = from_float<Element>(as_loaded(from[i]));
+}
+
 HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t rows,
                           std::int64_t cols, Element* to, std::int64_t ld, std::int64_t padded) {
-  const auto* from = static_cast<const Element*>(view.data) + view.offset(b, s, h);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    std::memcpy(to + r * ld, from + r * view.seq, static_cast<std::size_t>(cols) * sizeof(Element));
-    if (ld > cols) zero_row(to + r * ld + cols, ld - cols);
-  }
+  with_any_type(view.dtype, [&](auto* type) HWY_ATTR {
+    const auto* from = static_cast<decltype(type)>(view.data) + view.offset(b, s, h);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      copy_row(from + r * view.seq, cols, to + r * ld);
+      if (ld > cols) zero_row(to + r * ld + cols, ld - cols);
+    }
+  });
   if (padded > rows) zero_row(to + rows * ld, (padded - rows) * ld);
 }
 
@@ -224,7 +237,8 @@ HWY_INLINE Rows rows_to_transpose(const View& view, std::int64_t b, std::int64_t
                                   std::int64_t padded) {
   const Element* from = static_cast<const Element*>(view.data) + view.offset(b, s, h);
   // An odd stride would cut the 32-bit cells of a transpose in two.
-  if (rows == padded && cols % tile_depth == 0 && view.seq % 2 == 0) return {from, view.seq};
+  if (view.dtype == DType::bfloat16 && rows == padded && cols % tile_depth == 0 && view.seq % 2 == 0)
+    return {from, view.seq};
   load_rows(view, b, s, h, rows, cols, to, ld, padded);
   return {to, ld};
 }

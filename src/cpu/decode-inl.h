@@ -70,6 +70,9 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
 struct DecodeScratch : ForwardScratch {
   float *few_q, *few_s;  // of rows that stream
   const void **k_rows[2], **v_rows[2];
+  float* wide;  // a block's rows of one head, and where they lie
+  const void** wide_rows;
+  std::int64_t wide_ld;
 
   DecodeScratch(Carver& carve, const Problem& problem, std::int64_t task_rows)
       : ForwardScratch(carve, problem, task_rows) {
@@ -79,6 +82,9 @@ struct DecodeScratch : ForwardScratch {
       k_rows[i] = carve.take<const void*>(stream_block + 4);
       v_rows[i] = carve.take<const void*>(stream_block + 4);
     }
+    wide_ld = round_up(std::max(problem.head_dim, problem.head_dim_v), lanes) + line<float>;
+    wide = carve.take<float>(problem.k.dtype == DType::float8_e4m3fn ? stream_block * wide_ld : 0);
+    wide_rows = carve.take<const void*>(stream_block + 4);
   }
   // Of the rows from `first` on, as they stream.
   [[nodiscard]] DecodeScratch from(std::int64_t first) const {
@@ -150,8 +156,38 @@ HWY_INLINE void rotate_row(const Cache& cache, std::int64_t position, T* row) {
   }
 }
 
+// Of one row for an 8-bit cache.
+template <class T, class Stored>
+HWY_INLINE void quantize_row(const T* from, std::int64_t n, const Cache& cache, std::int64_t position,
+                             bool rotates, float scale, Stored* to) {
+  float row[max_head_dim];
+  row_to_float(from, n, row, n);
+  if (rotates) rotate_row(cache, position, row);
+  for (std::int64_t i = 0; i < n; ++i) to[i] = from_float<Stored>(row[i] / scale);
+}
+
 // The new keys and values of one key head.
+template <class Stored>
+HWY_NOINLINE void append_quantized(const Problem& problem, std::int64_t b, std::int64_t h) {
+  const Sequence sequence = problem.sequence(b);
+  const Cache& cache = problem.cache;
+  with_type(problem.dtype, [&](auto* type) HWY_ATTR {
+    using T = std::remove_pointer_t<decltype(type)>;
+    for (std::int64_t j = 0; j < sequence.seqlen_new; ++j) {
+      const std::int64_t position = cache.seqlens[b] + j, from = sequence.new_begin + j;
+      const Problem::Slot slot = problem.slot(b, position);
+      quantize_row(static_cast<const T*>(cache.k_new.data) + cache.k_new.offset(b, from, h), problem.head_dim,
+                   cache, position, cache.rotates(), cache.k_scale.of(h),
+                   static_cast<Stored*>(problem.k.data) + problem.k.offset(slot.b, slot.s, h));
+      quantize_row(static_cast<const T*>(cache.v_new.data) + cache.v_new.offset(b, from, h),
+                   problem.head_dim_v, cache, position, false, cache.v_scale.of(h),
+                   static_cast<Stored*>(problem.v.data) + problem.v.offset(slot.b, slot.s, h));
+    }
+  });
+}
 HWY_NOINLINE void append_task(const Problem& problem, std::int64_t b, std::int64_t h) {
+  if (problem.k.dtype == DType::float8_e4m3fn) return append_quantized<float8_e4m3fn>(problem, b, h);
+  if (problem.k.dtype == DType::int8) return append_quantized<std::int8_t>(problem, b, h);
   const Sequence sequence = problem.sequence(b);
   const Cache& cache = problem.cache;
   with_type(problem.dtype, [&](auto* type) HWY_ATTR {
@@ -195,7 +231,7 @@ HWY_INLINE void over_runs(const Problem& problem, std::int64_t b, std::int64_t s
 HWY_INLINE void find_rows(const Problem& problem, std::int64_t b, std::int64_t s, std::int64_t keys,
                           std::int64_t h, const void** k_rows, const void** v_rows) {
   over_runs(problem, b, s, keys, [&](Problem::Slot slot, std::int64_t at, std::int64_t count) {
-    const std::int64_t size = size_of(problem.dtype);
+    const std::int64_t size = size_of(problem.k.dtype);
     const auto* k =
         static_cast<const std::byte*>(problem.k.data) + problem.k.offset(slot.b, slot.s, h) * size;
     const auto* v =
@@ -235,11 +271,30 @@ struct DecodeWork {
   }
 };
 
+// Rows begin .. end - 1 of one head to floats, and pointers for whole groups of keys. For each row as many
+// lines of `next` are called for.
+template <class T>
+HWY_NOINLINE const void* const* widen_rows(const DecodeScratch& scratch, const void* const* rows,
+                                           std::int64_t offset, std::int64_t begin, std::int64_t end,
+                                           std::int64_t dim, Next& next) {
+  const int lines = static_cast<int>((dim * static_cast<std::int64_t>(sizeof(T)) + 63) / 64);
+  for (std::int64_t j = begin; j < end; ++j) {
+    float* to = scratch.wide + j * scratch.wide_ld;
+    next.fetch(lines);
+    row_to_float(static_cast<const T*>(rows[j]) + offset, dim, to, dim);
+    scratch.wide_rows[j] = to;
+  }
+  for (std::int64_t j = end; begin < end && j < end + stream_keys - 1; ++j)
+    scratch.wide_rows[j] = scratch.wide_rows[end - 1];
+  return scratch.wide_rows;
+}
+
 // Key heads that lie side by side: block by block, first the scores of all of them, then the values.
-// Meanwhile the block's values and then the next block's keys are called for.
+// Meanwhile the block's values and then the next block's keys are called for. Where float8 rows would be
+// converted more than once, which costs, they are converted before.
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   const Problem& problem = work.problem;
-  const std::int64_t size = size_of(problem.dtype), rows = work.rows.size(), heads = work.kv_heads.size();
+  const std::int64_t size = size_of(problem.k.dtype), rows = work.rows.size(), heads = work.kv_heads.size();
   const auto block_at = [&](std::int64_t key) {
     return Range{key, std::min<long long>(key + stream_block, work.keys.end)};
   };
@@ -265,27 +320,56 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
     find(next, 1 - side);
     const Range cols = columns_of(seen, block);
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
-    with_type(problem.dtype, [&](auto* type) HWY_ATTR {
+    with_any_type(problem.k.dtype, [&](auto* type) HWY_ATTR {
       using T = std::remove_pointer_t<decltype(type)>;
+      constexpr bool costly = std::is_same_v<T, float8_e4m3fn>;
+      using Wide = std::conditional_t<costly, float, T>;
+      const bool widened = costly && rows > stream_rows;
       Next values(scratch.v_rows[side], block.size(), heads * problem.head_dim_v * size);
       for (std::int64_t h = 0; h < heads; ++h) {
         const DecodeScratch part = scratch.from(h * rows);
-        over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
-          stream_scores<count, T>(part.few_q + r * part.depth_ld, part.depth_ld, part.k_rows[side],
-                                  h * problem.k.head, cols.begin, end, problem.head_dim,
-                                  part.few_s + r * part.tile_ld, part.tile_ld, values);
-        });
+        const auto scores = [&](const auto* as, const void* const* k_rows, std::int64_t offset,
+                                Next next_rows) HWY_ATTR {
+          using K = std::remove_cvref_t<decltype(*as)>;
+          over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
+            stream_scores<count, K>(part.few_q + r * part.depth_ld, part.depth_ld, k_rows, offset, cols.begin,
+                                    end, problem.head_dim, part.few_s + r * part.tile_ld, part.tile_ld,
+                                    next_rows);
+          });
+          return next_rows;
+        };
+        if (widened) {
+          scores(static_cast<const Wide*>(nullptr),
+                 widen_rows<T>(part, part.k_rows[side], h * problem.k.head, cols.begin, end, problem.head_dim,
+                               values),
+                 0, Next());
+        } else {
+          values = scores(type, part.k_rows[side], h * problem.k.head, values);
+        }
         softmax_tile(work.task(work.kv_heads.begin + h), part, part.few_s, part.few_s, part.tile_ld,
                      work.rows, 0, block.begin, cols, [](std::int64_t) {});
       }
       Next keys = next_keys(next, 1 - side);
       for (std::int64_t h = 0; h < heads; ++h) {
         const DecodeScratch part = scratch.from(h * rows);
-        over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
-          stream_values<count, T>(part.few_s + r * part.tile_ld, part.tile_ld, part.v_rows[side],
-                                  h * problem.v.head, cols.begin, end, problem.head_dim_v, part.alpha + r,
-                                  part.acc_o + r * part.value_cols, part.value_cols, keys);
-        });
+        const auto add = [&](const auto* as, const void* const* v_rows, std::int64_t offset,
+                             Next next_rows) HWY_ATTR {
+          using V = std::remove_cvref_t<decltype(*as)>;
+          over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
+            stream_values<count, V>(part.few_s + r * part.tile_ld, part.tile_ld, v_rows, offset, cols.begin,
+                                    end, problem.head_dim_v, part.alpha + r, part.acc_o + r * part.value_cols,
+                                    part.value_cols, next_rows);
+          });
+          return next_rows;
+        };
+        if (widened) {
+          add(static_cast<const Wide*>(nullptr),
+              widen_rows<T>(part, part.v_rows[side], h * problem.v.head, cols.begin, end, problem.head_dim_v,
+                            keys),
+              0, Next());
+        } else {
+          keys = add(type, part.v_rows[side], h * problem.v.head, keys);
+        }
       }
     });
     block = next;

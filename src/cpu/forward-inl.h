@@ -88,7 +88,8 @@ struct TaskRows {
 
   [[nodiscard]] std::int64_t query(std::int64_t r) const { return heads == 1 ? r : r / heads; }
   [[nodiscard]] std::int64_t head(std::int64_t r) const { return first_head + (heads == 1 ? 0 : r % heads); }
-  // Of the row's head, made in `other` where that is not the first. Heads differ in their ALiBi slope only.
+  // Of the row's head, made in `other` where that is not the first. Heads differ in their ALiBi slope only:
+  // they share a key head.
   [[nodiscard]] HWY_INLINE const Scoring& scoring(std::int64_t r, Scoring& other) const {
     if (heads == 1) return first;
     other.h = head(r);
@@ -222,7 +223,8 @@ HWY_INLINE void finish_row(const TaskRows& task, std::int64_t row, const float* 
   T* to = o + problem.o.offset(task.b, s, h);
   const bool seen = task.query(row) < task.sequence.seqlen_q && sum != 0.0f;
   if (seen) {
-    row_from_float(acc_o, problem.dropout.scale / sum, problem.head_dim_v, to);
+    const float v_scale = problem.cache.v_scale.of(h / problem.group_size) * unit_of(problem.v.dtype);
+    row_from_float(acc_o, problem.dropout.scale / sum * v_scale, problem.head_dim_v, to);
   } else {
     zero_row(to, problem.head_dim_v);
   }

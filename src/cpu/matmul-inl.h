@@ -189,7 +189,7 @@ class Product {
 // rows up to `padded`.
 HWY_INLINE void load_rows(const View& view, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t rows,
                           std::int64_t cols, Element* to, std::int64_t ld, std::int64_t padded) {
-  with_type(view.dtype, [&](auto* type) HWY_ATTR {
+  with_any_type(view.dtype, [&](auto* type) HWY_ATTR {
     const auto* from = static_cast<decltype(type)>(view.data) + view.offset(b, s, h);
     for (std::int64_t r = 0; r < rows; ++r) row_to_float(from + r * view.seq, cols, to + r * ld, ld);
   });

@@ -23,14 +23,18 @@ struct Scoring {
       : problem(p),
         b(batch_index),
         h(head),
-        scale(static_cast<float>(p.softmax_scale * 1.4426950408889634)),
+        scale(static_cast<float>(factor(p, head) * 1.4426950408889634)),
         capped(p.softcap > 0.0),
-        cap_in(capped ? static_cast<float>(p.softmax_scale / p.softcap) : 0.0f),
+        cap_in(capped ? static_cast<float>(factor(p, head) / p.softcap) : 0.0f),
         cap_out(static_cast<float>(p.softcap * 1.4426950408889634)),
         slope(canonical(p.alibi_slope(batch_index, head) * log2e)),
         diagonal(sequence.seqlen_k - sequence.seqlen_q),
         biased(p.bias.given()) {}
 
+  // From q·k to the score: of an 8-bit cache, as it is loaded, with its head's scale.
+  [[nodiscard]] static double factor(const Problem& p, std::int64_t head) {
+    return p.softmax_scale * p.cache.k_scale.of(head / p.group_size) * unit_of(p.k.dtype);
+  }
   [[nodiscard]] bool plain() const { return !capped && slope == 0.0f && !biased; }
   // Whether q·k itself orders the keys of a row: its scaling can then wait for the exponent. (A sink is given
   // in units of scores.)

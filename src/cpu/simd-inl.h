@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -133,6 +134,16 @@ HWY_INLINE Vec tanh(Vec x) {
 
 // --- Elements of any dtype ---------------------------------------------------------------------------------
 
+#if !TESSERA_NATIVE_FLOAT16
+struct Float8Values {
+  float of[256];
+  constexpr Float8Values() : of() {
+    for (int i = 0; i < 256; ++i) of[i] = to_float(float8_e4m3fn{static_cast<std::uint8_t>(i)}) * 0x1p-8f;
+  }
+};
+constexpr Float8Values float8_values;
+#endif
+
 HWY_INLINE Vec load_as_float(const float* p) { return load(p); }
 HWY_INLINE Vec load_as_float(const bfloat16* p) {
   const auto bits = hn::LoadU(HalfBitsTag(), &p->bits);
@@ -148,6 +159,39 @@ HWY_INLINE Vec load_as_float(const float16* p) {
   return load(values);
 #endif
 }
+
+HWY_INLINE Vec load_as_float(const std::int8_t* p) {
+  const hn::Rebind<std::int8_t, FloatTag> tag;
+  return hn::ConvertTo(FloatTag(), hn::PromoteTo(IntTag(), hn::LoadU(tag, p)));
+}
+// A 256th of the number: in a float16 of the same bits the exponent says 8 less, and multiplying each element
+// would cost more than multiplying the sum (unit_of).
+HWY_INLINE Vec load_as_float(const float8_e4m3fn* p) {
+#if TESSERA_NATIVE_FLOAT16
+  const hn::Rebind<std::int8_t, FloatTag> tag;
+  const hn::Rebind<std::int16_t, FloatTag> wide;
+  const hn::Rebind<hwy::float16_t, FloatTag> half;
+  const auto bytes = hn::LoadU(tag, reinterpret_cast<const std::int8_t*>(p));
+  const auto shifted = hn::ShiftLeft<7>(hn::PromoteTo(wide, bytes));
+  const auto bits = hn::AndNot(hn::Set(wide, 0x4000), shifted);  // the sign is there twice
+  // All ones but the sign, NaN, is the one that carries.
+  const auto carry = hn::And(hn::Add(bits, hn::Set(wide, 0x0080)), hn::Set(wide, 0x4000));
+  return hn::PromoteTo(FloatTag(), hn::BitCast(half, hn::Or(bits, carry)));
+#else
+  float values[lanes];
+  for (std::int64_t i = 0; i < lanes; ++i) values[i] = float8_values.of[p[i].bits];
+  return load(values);
+#endif
+}
+// What a number that load_as_float and row_to_float made is to be multiplied by.
+constexpr float unit_of(DType dtype) { return dtype == DType::float8_e4m3fn ? 256.0f : 1.0f; }
+
+// One element, as load_as_float makes it.
+template <class T>
+HWY_INLINE float as_loaded(T x) {
+  return to_float(x);
+}
+HWY_INLINE float as_loaded(float8_e4m3fn x) { return to_float(x) * 0x1p-8f; }
 
 // The bits of bfloat16, rounded to nearest even, in the low half of each lane.
 HWY_INLINE hn::Vec<UintTag> bfloat16_bits(Vec x) {
@@ -179,7 +223,7 @@ HWY_INLINE void row_to_float(const T* HWY_RESTRICT from, std::int64_t n, float* 
                              std::int64_t padded) {
   std::int64_t i = 0;
   for (; i + lanes <= n; i += lanes) store(load_as_float(from + i), to + i);
-  for (; i < n; ++i) to[i] = to_float(from[i]);
+  for (; i < n; ++i) to[i] = as_loaded(from[i]);
   for (; i < padded; ++i) to[i] = 0.0f;
 }
 
@@ -206,6 +250,18 @@ HWY_INLINE void with_type(DType dtype, Body&& body) {
     body(static_cast<float16*>(nullptr));
   } else {
     body(static_cast<bfloat16*>(nullptr));
+  }
+}
+
+// Of a cache, too.
+template <class Body>
+HWY_INLINE void with_any_type(DType dtype, Body&& body) {
+  if (dtype == DType::float8_e4m3fn) {
+    body(static_cast<float8_e4m3fn*>(nullptr));
+  } else if (dtype == DType::int8) {
+    body(static_cast<std::int8_t*>(nullptr));
+  } else {
+    with_type(dtype, std::forward<Body>(body));
   }
 }
 

@@ -55,6 +55,7 @@ struct Next {
   const char* line = nullptr;
   const char* end = nullptr;
 
+  Next() = default;
   Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes)
       : rows(list), count(row_count), bytes(row_bytes) {}
 

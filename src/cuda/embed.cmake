@@ -7,8 +7,10 @@ set(shared_core_headers
   attention_config.h
   attention_params.h
   decode_params.h
+  eight_bits.h
   host_device.h
   mask.h
+  merge_params.h
   philox.h
   softcap.h)
 

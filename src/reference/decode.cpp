@@ -53,8 +53,9 @@ struct Dense {
 
 class Decoder {
  public:
-  explicit Decoder(const Problem& problem)
+  Decoder(const Problem& problem, Appended appended)
       : problem_(problem),
+        appended_(appended),
         most_keys_(longest()),
         k_(problem.batch, most_keys_, problem.num_heads_k, problem.head_dim),
         v_(problem.batch, most_keys_, problem.num_heads_k, problem.head_dim_v),
@@ -74,7 +75,10 @@ class Decoder {
       cu_k_.push_back(static_cast<std::int32_t>(b * most_keys_));
       lengths_.push_back(static_cast<std::int32_t>(before + new_keys(b) - begin));
       for (Index s = begin; s < before; ++s) gather(b, s, s - begin);
-      for (Index j = 0; j < new_keys(b); ++j) append(b, j, before + j - begin, result);
+      for (Index j = 0; j < new_keys(b); ++j) {
+        append(b, j, before + j - begin, result);
+        if (appended_ == Appended::there) gather(b, before + j, before + j - begin);
+      }
       queries(b);
     }
     cu_k_.push_back(static_cast<std::int32_t>(problem_.batch * most_keys_));
@@ -114,20 +118,28 @@ class Decoder {
       block = cache.batch_idx[b];
     }
     for (Index h = 0; h < problem_.num_heads_k; ++h) {
-      put(read_row(problem_.k, block, row, h, problem_.head_dim), k_.at(b, j, h));
-      put(read_row(problem_.v, block, row, h, problem_.head_dim_v), v_.at(b, j, h));
+      put(read_row(problem_.k, block, row, h, problem_.head_dim), k_.at(b, j, h), cache.k_scale.of(h));
+      put(read_row(problem_.v, block, row, h, problem_.head_dim_v), v_.at(b, j, h), cache.v_scale.of(h));
     }
+  }
+
+  // The numbers that are stored for the row: divided by the scale in float32, rounded to the cache's dtype.
+  [[nodiscard]] std::vector<double> stored(std::vector<double> row, float scale) const {
+    for (double& x : row) x = round_to(problem_.k.dtype, static_cast<float>(x) / scale);
+    return row;
   }
 
   void append(Index b, Index i, Index j, Decoded& result) {
     const Cache& cache = problem_.cache;
     for (Index h = 0; h < problem_.num_heads_k; ++h) {
+      const float k_scale = cache.k_scale.of(h), v_scale = cache.v_scale.of(h);
       std::vector<double> k = read_row(cache.k_new, b, new_begin(b) + i, h, problem_.head_dim);
-      const std::vector<double> v = read_row(cache.v_new, b, new_begin(b) + i, h, problem_.head_dim_v);
       rotate(cache, cache.seqlens[b] + i, k);
-      for (double& x : k) x = round_to(problem_.k.dtype, static_cast<float>(x));  // the cache's dtype
-      put(k, k_.at(b, j, h));
-      put(v, v_.at(b, j, h));
+      k = stored(k, k_scale);
+      const std::vector<double> v =
+          stored(read_row(cache.v_new, b, new_begin(b) + i, h, problem_.head_dim_v), v_scale);
+      put(k, k_.at(b, j, h), k_scale);
+      put(v, v_.at(b, j, h), v_scale);
       const Index row =
           ((problem_.packed ? 0 : b * cache.rows_new) + new_begin(b) + i) * problem_.num_heads_k + h;
       std::copy(k.begin(), k.end(), result.k_new.begin() + row * problem_.head_dim);
@@ -153,8 +165,8 @@ class Decoder {
     }
   }
 
-  static void put(const std::vector<double>& row, float* to) {
-    std::transform(row.begin(), row.end(), to, [](double x) { return static_cast<float>(x); });
+  static void put(const std::vector<double>& row, float* to, float scale = 1.0f) {
+    std::transform(row.begin(), row.end(), to, [=](double x) { return static_cast<float>(x * scale); });
   }
 
   [[nodiscard]] Problem dense_problem(Dense& q) {
@@ -172,6 +184,7 @@ class Decoder {
   }
 
   const Problem& problem_;
+  Appended appended_;
   Index most_keys_;
   Dense k_, v_, q_, rounded_q_;
   std::vector<std::int32_t> cu_k_, lengths_;
@@ -179,7 +192,7 @@ class Decoder {
 
 }  // namespace
 
-Decoded decode(const Problem& problem) { return Decoder(problem).run(); }
+Decoded decode(const Problem& problem, Appended appended) { return Decoder(problem, appended).run(); }
 
 Outputs merge_states(const Problem& problem) {
   constexpr double none = -std::numeric_limits<double>::infinity();

@@ -23,9 +23,11 @@ struct DecodeCase {
   std::vector<std::int32_t> lengths_q, lengths_new;
   std::int64_t num_heads_q = 2, num_heads_k = 1, head_dim = 64, head_dim_v = 64;
   DType dtype = DType::float32, o_dtype = DType::float32;
-  std::int64_t page_size = 0;           // 0: contiguous
-  bool head_major = false;              // heads outside of slots
-  std::int64_t room = 5;                // slots, or pages of each sequence, beyond those in use
+  std::optional<DType> cache_dtype;  // q's unless given
+  double cache_scale = 0;            // of an 8-bit cache, and a little another for each head; 0: none given
+  std::int64_t page_size = 0;        // 0: contiguous
+  bool head_major = false;           // heads outside of slots
+  std::int64_t room = 5;             // slots, or pages of each sequence, beyond those in use
   std::vector<std::int32_t> batch_idx;  // contiguous
   std::vector<std::int32_t> leftpad;    // contiguous
   std::int64_t rotary_dim = 0;
@@ -40,13 +42,13 @@ struct DecodeCase {
   std::uint64_t seed = 1;
 };
 
-// The memory of a case. Slots of the cache that are not in use are NaN, and so are the pages that no table
-// names; entries of the table that are not in use are no pages.
+// The memory of a case. Slots of the cache that are not in use are NaN (in int8, large numbers), and so are
+// the pages that no table names; entries of the table that are not in use are no pages.
 struct DecodeTensors {
   explicit DecodeTensors(const DecodeCase& c);
 
   DecodeCase settings;
-  Buffer q, k_cache, v_cache, o, lse;
+  Buffer q, k_cache, v_cache, k_scale, v_scale, o, lse;
   Buffer cache_seqlens, page_table, cache_batch_idx, leftpad_k;
   Buffer k_new, v_new, rotary_cos, rotary_sin, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks;
 

@@ -106,7 +106,7 @@ Pool& pool() {
 // A tensor and its copy. The device has [front guard][span][back guard] at offset of the block.
 struct Copy {
   const char* name = nullptr;
-  Tensor* tensor = nullptr;  // of the device's call
+  std::vector<Tensor*> tensors;  // of the device's call: all that lie there
   std::byte* host = nullptr;
   std::size_t bytes = 0;   // from the first element to the end of the last
   std::size_t offset = 0;  // in the block
@@ -125,15 +125,22 @@ class Mirror {
       if (!argument.tensor->given()) continue;
       // The table views a call that is ours to change.
       auto* tensor = const_cast<Tensor*>(argument.tensor);
+      tensor->device = {kDLCUDA, 0};
       Copy copy;
       copy.name = argument.name;
-      copy.tensor = tensor;
+      copy.tensors = {tensor};
       copy.host = static_cast<std::byte*>(tensor->data);
       copy.bytes = static_cast<std::size_t>(bytes_spanned(*tensor).value_or(0));
+      const auto same = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& other) {
+        return copy.bytes > 0 && other.host == copy.host && other.bytes == copy.bytes;
+      });
+      if (same != copies_.end()) {
+        same->tensors.push_back(tensor);
+        continue;
+      }
       copy.offset = tensor_bytes_;
       copy.front = guard_bytes + reinterpret_cast<std::uintptr_t>(copy.host) % alignment;
       tensor_bytes_ += round_up(copy.front + copy.bytes + guard_bytes);
-      tensor->device = {kDLCUDA, 0};
       copies_.push_back(std::move(copy));
     }
   }
@@ -171,7 +178,9 @@ Status Mirror::send(const cuda::Context& context, void* stream) {
     std::byte* target = tensors_.data + copy.offset;
     if (Status s = cuda::copy_to_device(target, copy.sent.data(), copy.sent.size(), stream); !s.ok())
       return s;
-    if (copy.host != nullptr) copy.tensor->data = target + copy.front;
+    for (Tensor* tensor : copy.tensors) {
+      if (copy.host != nullptr) tensor->data = target + copy.front;
+    }
   }
   return {};
 }
@@ -244,10 +253,12 @@ Status run_on_device(Call call, Status (*function)(const Call&)) {
 
   Mirror mirror(call);
   if (Status s = mirror.send(context.value(), stream); !s.ok()) return s;
-  const Result<std::size_t> bytes = workspace_size(call);
-  if (!bytes.ok()) return bytes.status();
-  if (Status s = mirror.make_scratch(context.value(), bytes.value(), stream, call.workspace); !s.ok())
-    return s;
+  if constexpr (requires { call.workspace; }) {
+    const Result<std::size_t> bytes = workspace_size(call);
+    if (!bytes.ok()) return bytes.status();
+    if (Status s = mirror.make_scratch(context.value(), bytes.value(), stream, call.workspace); !s.ok())
+      return s;
+  }
   const Status status = function(call);
   // Nothing of a call that failed may still be under way when its memory goes back.
   const Status fetched = mirror.fetch(stream);
@@ -282,6 +293,9 @@ Status run_mirrored(const Backward& call, Status (*function)(const Backward&)) {
   return run_on_device(call, function);
 }
 Status run_mirrored(const Decode& call, Status (*function)(const Decode&)) {
+  return run_on_device(call, function);
+}
+Status run_mirrored(const MergeStates& call, Status (*function)(const MergeStates&)) {
   return run_on_device(call, function);
 }
 

@@ -1,6 +1,7 @@
-// A call on host tensors, run by a GPU kernel: each tensor gets a copy in device memory, between guard bands
-// and at the same place within 256 bytes; what the kernel changed comes back to the host tensors, also where
-// it should have changed nothing. So every test and every case of the CPU is one of the GPU, too.
+// A call on host tensors, run by a GPU kernel: each tensor gets a copy in device memory (two that are one on
+// the host share theirs), between guard bands and at the same place within 256 bytes; what the kernel changed
+// comes back to the host tensors, also where it should have changed nothing. So every test and every case of
+// the CPU is one of the GPU, too.
 //
 // Without GPU memory to copy to, the calls fail with the driver's reason.
 #pragma once
@@ -25,5 +26,6 @@ namespace tessera::verify {
 [[nodiscard]] Status run_mirrored(const Forward& call, Status (*function)(const Forward&));
 [[nodiscard]] Status run_mirrored(const Backward& call, Status (*function)(const Backward&));
 [[nodiscard]] Status run_mirrored(const Decode& call, Status (*function)(const Decode&));
+[[nodiscard]] Status run_mirrored(const MergeStates& call, Status (*function)(const MergeStates&));
 
 }  // namespace tessera::verify

@@ -55,7 +55,8 @@ double normal(std::uint64_t seed, Stream stream, Index position) {
 
 // ---- Memory.
 
-// NaN in every dtype, whatever the width: 0x7FE5 in each 16 bits.
+// NaN in every dtype of 16 and 32 bits: 0x7FE5 in each 16 bits. In float8_e4m3fn every other element is NaN,
+// in int8 they are 127 and -27.
 std::byte pattern_byte(std::size_t at) { return at % 2 == 0 ? std::byte{0xE5} : std::byte{0x7F}; }
 constexpr std::size_t guard_bytes = 256;  // keeps the alignment of what follows
 
@@ -350,6 +351,10 @@ double Buffer::get(Index index) const {
       return to_float(read(bfloat16{}));
     case DType::int32:
       return read(std::int32_t{});
+    case DType::float8_e4m3fn:
+      return to_float(read(float8_e4m3fn{}));
+    case DType::int8:
+      return read(std::int8_t{});
     default:
       return read(0.0f);
   }
@@ -365,6 +370,10 @@ void Buffer::set(Index index, double value) {
       return write(from_float<bfloat16>(static_cast<float>(value)));
     case DType::int32:
       return write(static_cast<std::int32_t>(value));
+    case DType::float8_e4m3fn:
+      return write(from_float<float8_e4m3fn>(static_cast<float>(value)));
+    case DType::int8:
+      return write(from_float<std::int8_t>(static_cast<float>(value)));
     default:
       return write(static_cast<float>(value));
   }

@@ -366,6 +366,57 @@ static void test_decode(void) {
   tear_down(&c);
 }
 
+/* The values 2, 2 of the cache are stored as 4 times 0.5; a struct without the scales' fields has scales
+ * of 1. */
+static void test_decode_int8(void) {
+  Call c;
+  set_up(&c);
+  signed char k[BATCH * KEYS * HEADS * DIM] = {0}, v[BATCH * KEYS * HEADS * DIM];
+  int64_t length_shape[1] = {BATCH}, scale_shape[1] = {HEADS};
+  int32_t length[1] = {2};
+  float scale[HEADS];
+  for (int h = 0; h < HEADS; ++h) scale[h] = 0.5f;
+  memset(v, 4, sizeof v);
+  DLTensor t_k = c.t_k, t_v = c.t_v, t_length = tensor((float*)length, 1, length_shape);
+  DLTensor t_scale = tensor(scale, 1, scale_shape);
+  t_length.dtype.code = kDLInt;
+  t_k.data = k;
+  t_v.data = v;
+  t_k.dtype.code = t_v.dtype.code = kDLInt;
+  t_k.dtype.bits = t_v.dtype.bits = 8;
+
+  tessera_decode_args args;
+  tessera_decode_args_init(&args);
+  args.q = &c.t_q;
+  args.k_cache = &t_k;
+  args.v_cache = &t_v;
+  args.cache_seqlens = &t_length;
+  args.o = &c.t_o;
+  args.options = &c.options;
+  args.k_scale = args.v_scale = &t_scale;
+  size_t bytes = 0;
+  CHECK(tessera_decode_workspace_size(&args, &bytes) == TESSERA_OK);
+  args.workspace = malloc(bytes);
+  args.workspace_bytes = bytes;
+  CHECK(tessera_decode(&args) == TESSERA_OK);
+  CHECK(c.o[0] == 2.0f);
+  args.struct_size = offsetof(tessera_decode_args, k_scale);
+  CHECK(tessera_decode(&args) == TESSERA_OK);
+  CHECK(c.o[0] == 4.0f);
+  args.struct_size = sizeof args;
+  t_k.dtype.code = t_v.dtype.code = TESSERA_DL_FLOAT8_E4M3FN;
+  free(args.workspace);
+  CHECK(tessera_decode_workspace_size(&args, &bytes) == TESSERA_OK);
+  args.workspace = malloc(bytes);
+  args.workspace_bytes = bytes;
+  CHECK(tessera_decode(&args) == TESSERA_OK);
+  CHECK(c.o[0] == 0.00390625f); /* 0x04 is 2^-7 */
+  t_k.dtype.code = kDLInt;
+  CHECK_INVALID(tessera_decode(&args), "v_cache.dtype: float8_e4m3fn, expected k_cache's int8");
+  free(args.workspace);
+  tear_down(&c);
+}
+
 static void test_merge_states(void) {
   Call c;
   set_up(&c);
@@ -385,6 +436,7 @@ static void test_merge_states(void) {
   args.lse_a = args.lse = &c.t_lse;
   args.o_b = &t_o_b;
   args.lse_b = &t_lse_b;
+  CHECK(tessera_prepare_merge_states(&args) == TESSERA_OK);
   CHECK(tessera_merge_states(&args) == TESSERA_OK);
   CHECK(fabsf(c.o[0] - 2.0f) < 1e-6f && fabsf(c.lse[0] - logf(3.0f)) < 1e-6f);
   args.lse_b = NULL;
@@ -423,6 +475,7 @@ int main(void) {
   test_prepare();
   test_explain();
   test_decode();
+  test_decode_int8();
   test_merge_states();
   test_errors_per_thread();
   if (failures != 0) fprintf(stderr, "%d checks failed\n", failures);

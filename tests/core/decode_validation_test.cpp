@@ -2,6 +2,8 @@
 // keys are split.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
 #include <string>
 #include <vector>
@@ -40,6 +42,17 @@ class DecodeWorld {
     call.options.causal = true;
     workspace.resize(1 << 22);
     call.workspace = {workspace.data(), workspace.size()};
+  }
+
+  // The cache in an 8-bit dtype.
+  void narrow(DType dtype) {
+    call.k_cache = world.make(dtype, {4, 12, 2, 8});
+    call.v_cache = world.make(dtype, {4, 12, 2, 6});
+  }
+  Tensor scales(std::initializer_list<float> values) {
+    const Tensor tensor = world.make(DType::float32, {static_cast<std::int64_t>(values.size())});
+    std::copy(values.begin(), values.end(), static_cast<float*>(tensor.data));
+    return tensor;
   }
 
   World world{Base::dense};
@@ -89,7 +102,25 @@ const std::vector<BadDecode> bad_calls = {
     {contiguous, [](W& w) { w.call.options.softcap = -1; }, "softcap: -1, expected 0 (off) or a positive finite float32 number"},
     // Devices, dtypes, ranks.
     {contiguous, [](W& w) { w.call.v_cache.device = cuda0; }, "v_cache.device: cuda:0, expected q's cpu"},
-    {contiguous, [](W& w) { w.call.k_cache.dtype = {kDLBfloat, 16, 1}; }, "k_cache.dtype: bfloat16, expected q's float32"},
+    {contiguous, [](W& w) { w.call.k_cache.dtype = {kDLBfloat, 16, 1}; }, "k_cache.dtype: bfloat16, expected q's float32, float8_e4m3fn or int8"},
+    {contiguous, [](W& w) { w.call.k_cache.dtype = {kDLInt, 16, 1}; }, "k_cache.dtype: int16, expected q's float32, float8_e4m3fn or int8"},
+    {contiguous, [](W& w) { w.narrow(DType::float8_e4m3fn); w.call.v_cache.dtype = {kDLInt, 8, 1}; },
+     "v_cache.dtype: int8, expected k_cache's float8_e4m3fn"},
+    {contiguous, [](W& w) { w.call.k_cache.dtype = {kDLInt, 8, 1}; }, "v_cache.dtype: float32, expected k_cache's int8"},
+    {contiguous, [](W& w) { w.call.q.dtype = {kDLInt, 8, 1}; }, "q.dtype: int8, expected float32, float16 or bfloat16"},
+    {contiguous, [](W& w) { w.call.k_scale = w.world.make(DType::float32, {2}); },
+     "k_scale: given, expected only with a cache of float8_e4m3fn or int8"},
+    {contiguous, [](W& w) { w.narrow(DType::int8); w.call.v_scale = w.world.make(DType::float32, {3}); }, "v_scale: shape (3), expected (2)"},
+    {contiguous, [](W& w) { w.narrow(DType::int8); w.call.k_scale = w.world.make(DType::bfloat16, {2}); },
+     "k_scale.dtype: bfloat16, expected float32"},
+    {contiguous, [](W& w) { w.narrow(DType::int8); w.call.k_scale = w.scales({1, 0}); },
+     "k_scale[1]: 0, expected a positive normal float32 number"},
+    {contiguous, [](W& w) { w.narrow(DType::int8); w.call.v_scale = w.scales({-1, 1}); },
+     "v_scale[0]: -1, expected a positive normal float32 number"},
+    {contiguous, [](W& w) { w.narrow(DType::int8); w.call.v_scale = w.scales({1, NAN}); },
+     "v_scale[1]: nan, expected a positive normal float32 number"},
+    {contiguous, [](W& w) { w.narrow(DType::int8); w.call.k_new.dtype = {kDLInt, 8, 1}; }, "k_new.dtype: int8, expected q's float32"},
+    {contiguous, [](W& w) { w.narrow(DType::int8); w.call.o.dtype = {kDLInt, 8, 1}; }, "o.dtype: int8, expected float32"},
     {contiguous, [](W& w) { w.call.cache_seqlens.dtype = {kDLInt, 64, 1}; }, "cache_seqlens.dtype: int64, expected int32"},
     {paged, [](W& w) { w.call.page_table.dtype = {kDLInt, 64, 1}; }, "page_table.dtype: int64, expected int32"},
     {contiguous, [](W& w) { w.call.rotary_cos.dtype = {kDLFloat, 16, 1}; }, "rotary_cos.dtype: float16, expected float32"},
@@ -160,6 +191,20 @@ TEST(DecodeValidation, TheBaseCallsAreValid) {
     DecodeWorld w(base);
     const Status status = decode(w.call);
     EXPECT_TRUE(status.ok()) << status.message();
+  }
+}
+
+TEST(DecodeValidation, EightBitCachesAreValid) {
+  for (const DType dtype : {DType::float8_e4m3fn, DType::int8}) {
+    DecodeWorld w(contiguous);
+    w.narrow(dtype);
+    EXPECT_TRUE(decode(w.call).ok()) << decode(w.call).message();
+    w.call.k_scale = w.scales({0.5f, 2.0f});
+    EXPECT_TRUE(decode(w.call).ok()) << "v_scale alone may be missing: " << decode(w.call).message();
+    w.call.k_cache.data = static_cast<std::byte*>(w.call.k_cache.data) + 1;
+    w.call.k_cache.shape[0] = 3;
+    w.call.v_cache.shape[0] = 3;
+    EXPECT_TRUE(decode(w.call).ok()) << "bytes need no alignment: " << decode(w.call).message();
   }
 }
 

@@ -104,5 +104,61 @@ TYPED_TEST(Half, SpecialValues) {
   }
 }
 
+// ---- The 8-bit types.
+
+double float8_value(unsigned bits) {
+  const unsigned exponent = bits >> 3 & 15u, mantissa = bits & 7u;
+  const double sign = bits >> 7 != 0 ? -1.0 : 1.0;
+  if ((bits & 0x7Fu) == 0x7Fu) return std::numeric_limits<double>::quiet_NaN();
+  return exponent == 0 ? sign * std::ldexp(mantissa, -9)
+                       : sign * std::ldexp(8 + mantissa, static_cast<int>(exponent) - 10);
+}
+
+TEST(Float8, EveryValueConvertsToFloatAndBack) {
+  for (unsigned bits = 0; bits < 256; ++bits) {
+    const double expected = float8_value(bits);
+    const float actual = to_float(float8_e4m3fn{static_cast<std::uint8_t>(bits)});
+    EXPECT_TRUE(std::isnan(expected) ? std::isnan(actual) : actual == expected) << bits;
+    EXPECT_EQ(std::signbit(actual), bits >> 7 != 0) << bits;
+    EXPECT_EQ(from_float<float8_e4m3fn>(actual).bits, bits);
+  }
+  EXPECT_EQ(float8_value(0x7E), 448.0);
+}
+
+TEST(Float8, RoundsToNearestEvenAndSaturates) {
+  for (unsigned bits = 0; bits < 0x7E; ++bits) {
+    const auto middle = static_cast<float>((float8_value(bits) + float8_value(bits + 1)) / 2);
+    const unsigned even = bits % 2 == 0 ? bits : bits + 1;
+    for (const unsigned sign : {0u, 0x80u}) {
+      const auto rounded = [&](float x) { return from_float<float8_e4m3fn>(sign != 0 ? -x : x).bits; };
+      EXPECT_EQ(rounded(middle), sign | even) << bits;
+      EXPECT_EQ(rounded(std::nextafter(middle, 0.0f)), sign | bits) << bits;
+      EXPECT_EQ(rounded(std::nextafter(middle, INFINITY)), sign | (bits + 1)) << bits;
+    }
+  }
+  for (const float x : {448.0f, 449.0f, 464.0f, 480.0f, 1e30f, INFINITY}) {
+    EXPECT_EQ(from_float<float8_e4m3fn>(x).bits, 0x7E) << x;
+    EXPECT_EQ(from_float<float8_e4m3fn>(-x).bits, 0xFE) << x;
+  }
+  EXPECT_EQ(from_float<float8_e4m3fn>(NAN).bits & 0x7F, 0x7F);
+  EXPECT_EQ(from_float<float8_e4m3fn>(-0.0f).bits, 0x80);
+}
+
+TEST(Int8, RoundsToNearestEvenAndSaturates) {
+  for (int i = -127; i <= 127; ++i) {
+    EXPECT_EQ(from_float<std::int8_t>(static_cast<float>(i)), i);
+    if (i == 127) break;
+    const float middle = static_cast<float>(i) + 0.5f;
+    EXPECT_EQ(from_float<std::int8_t>(middle), i % 2 == 0 ? i : i + 1);
+    EXPECT_EQ(from_float<std::int8_t>(std::nextafter(middle, -INFINITY)), i);
+    EXPECT_EQ(from_float<std::int8_t>(std::nextafter(middle, INFINITY)), i + 1);
+  }
+  for (const float x : {127.5f, 128.0f, 1e10f, INFINITY}) {
+    EXPECT_EQ(from_float<std::int8_t>(x), 127) << x;
+    EXPECT_EQ(from_float<std::int8_t>(-x), -127) << x;
+  }
+  EXPECT_EQ(from_float<std::int8_t>(NAN), 0);
+}
+
 }  // namespace
 }  // namespace tessera

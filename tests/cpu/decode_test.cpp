@@ -382,24 +382,29 @@ using Merge = KernelTest;
 std::vector<KernelInfo> merging(bool having) {
   std::vector<KernelInfo> some;
   for (const KernelInfo& kernel : kernels()) {
-    const bool has = kernel.device == "cpu" && !kernel.name.starts_with("cpu_amx");
+    const bool has =
+        kernel.name == "cuda_sm80" || (kernel.device == "cpu" && !kernel.name.starts_with("cpu_amx"));
     if (has == having) some.push_back(kernel);
   }
   return some;
 }
 INSTANTIATE_TEST_SUITE_P(Kernels, Merge, testing::ValuesIn(merging(true)), kernel_name);
 
+Status run_merge(const MergeStates& call) {
+  return on_gpu(call.options.kernel) ? run_mirrored(call, merge_states) : merge_states(call);
+}
+
 struct MergeWorld {
   Buffer o_a, lse_a, o_b, lse_b, o, lse;
   MergeStates call;
   bool packed;
 
-  MergeWorld(DType a, DType b, DType to, bool is_packed) : packed(is_packed) {
+  MergeWorld(DType a, DType b, DType to, bool is_packed, std::int64_t dim = 37) : packed(is_packed) {
     std::mt19937_64 random(3);
     std::normal_distribution<double> normal;
     const auto tokens = [&](DType dtype, Buffer::Role role) {
       return Buffer(role, dtype,
-                    packed ? Tensor(nullptr, dtype, {7, 3, 37}) : Tensor(nullptr, dtype, {2, 7, 3, 37}), 0);
+                    packed ? Tensor(nullptr, dtype, {7, 3, dim}) : Tensor(nullptr, dtype, {2, 7, 3, dim}), 0);
     };
     const auto rows = [&](Buffer::Role role) {
       return Buffer(
@@ -442,8 +447,9 @@ TEST_P(Merge, GivesTheJointResult) {
       for (const DType to : types) {
         MergeWorld world(a, types[static_cast<int>(to)], to, packed);
         world.call.options.kernel = GetParam().name;
-        const Status status = merge_states(world.call);
+        const Status status = run_merge(world.call);
         ASSERT_TRUE(status.ok()) << status.message();
+        EXPECT_EQ(last_kernel(), GetParam().name);
         const Problem problem = validate(world.call).or_throw();
         const reference::Outputs expected = reference::merge_states(problem);
         for (std::int64_t i = 0; i < world.lse.size(); ++i) {
@@ -465,7 +471,7 @@ TEST_P(Merge, TheOtherSideOfAnEmptyOneIsKept) {
   world.call.options.kernel = GetParam().name;
   for (std::int64_t c = 0; c < 37; ++c)
     world.o_a.set(c, std::nan(""));  // row 0 of head 0, where lse_a is -inf
-  const Status status = merge_states(world.call);
+  const Status status = run_merge(world.call);
   ASSERT_TRUE(status.ok()) << status.message();
   for (std::int64_t c = 0; c < 37; ++c) EXPECT_EQ(world.o.get(c), world.o_b.get(c));
   EXPECT_EQ(world.lse.get(0), world.lse_b.get(0));
@@ -479,11 +485,28 @@ TEST_P(Merge, InPlace) {
   apart.call.options.kernel = together.call.options.kernel = GetParam().name;
   together.call.o = together.call.o_a;
   together.call.lse = together.call.lse_a;
-  const Status status = merge_states(apart.call);
+  const Status status = run_merge(apart.call);
   ASSERT_TRUE(status.ok()) << status.message();
-  ASSERT_TRUE(merge_states(together.call).ok());
+  ASSERT_TRUE(run_merge(together.call).ok());
   EXPECT_EQ(differences(apart.call.o, together.call.o), 0);
   EXPECT_EQ(differences(apart.call.lse, together.call.lse), 0);
+}
+
+// Rows that are whole pieces of 16 bytes are read as such.
+TEST_P(Merge, AlignedRows) {
+  const DType types[] = {DType::float32, DType::float16, DType::bfloat16};
+  for (const DType a : types) {
+    for (const DType to : types) {
+      MergeWorld world(a, types[(static_cast<int>(a) + 1) % 3], to, false, 200);
+      world.call.options.kernel = GetParam().name;
+      const Status status = run_merge(world.call);
+      ASSERT_TRUE(status.ok()) << status.message();
+      const reference::Outputs expected = reference::merge_states(validate(world.call).or_throw());
+      const double unit = to == DType::bfloat16 ? 0x1p-8 : to == DType::float16 ? 0x1p-11 : 0x1p-20;
+      for (std::int64_t i = 0; i < world.o.size(); ++i)
+        EXPECT_NEAR(world.o.get(i), expected.o[i], 1e-6 + unit * std::abs(expected.o[i])) << i;
+    }
+  }
 }
 
 // Attention to the two halves of the keys, merged, is attention to all of them.
@@ -511,7 +534,7 @@ TEST_P(Merge, TwoHalvesOfTheKeys) {
   ASSERT_TRUE(run_call<Forward>(first, forward).ok() && run_call<Forward>(second, forward).ok());
   MergeStates merge{o_a.tensor, lse_a.tensor, o_b.tensor, lse_b.tensor, o.tensor, lse.tensor, {}};
   merge.options.kernel = GetParam().name;
-  const Status status = merge_states(merge);
+  const Status status = run_merge(merge);
   ASSERT_TRUE(status.ok()) << status.message();
   for (std::int64_t i = 0; i < size_of(o.tensor); ++i) {
     float joint = 0, merged = 0;

@@ -37,13 +37,18 @@ TEST(DecodePlan, SplitsAreThoseOfCore) {
       const DecodeCut cut = decode_cut(config, p);
       const DecodeParams params = decode_params(config, p, {});
       for (const int keys : {0, 1, 63, 64, 255, 256, 257, 1000, 4096, 65535, 1 << 20}) {
-        const Splits expected = Splits::of(keys, std::min<std::int64_t>(given, 128), cut.rule);
+        const Splits expected = Splits::of(keys, std::min<std::int64_t>(given, 128) * config.warps, cut.rule);
         const DecodeSplits splits = params.splits(1, keys);
         ASSERT_EQ(splits.keys, expected.keys) << keys << " keys, " << given;
         ASSERT_EQ(splits.count, expected.count) << keys << " keys, " << given;
-        ASSERT_LE(splits.count, cut.most_splits);
+        const DecodeBlocks blocks = params.blocks_of(splits);
+        ASSERT_LE(blocks.count, cut.most_splits);
+        ASSERT_LE(blocks.parts, 1 << config.levels);
+        ASSERT_GE(blocks.count * blocks.parts * config.warps, splits.count);
       }
-      EXPECT_EQ(params.splits(static_cast<int>(cut.split_queries) + 1, 5000).count, 1);
+      const DecodeSplits whole = params.splits(static_cast<int>(cut.split_queries) + 1, 5000);
+      EXPECT_EQ(params.blocks_of(whole).count, 1);
+      EXPECT_EQ(whole.count, config.warps);
     }
   }
 }
@@ -80,6 +85,24 @@ TEST(DecodePlan, ALongSequenceAloneFillsAGpu) {
   }
 }
 
+// How a sequence is cut does not depend on the batch; how many of its parts a block takes does.
+TEST(DecodePlan, ALargeBatchHasFewBlocksOfASequence) {
+  const auto params_of = [](std::int64_t batch) {
+    const Problem p = problem_of(batch, 32, 8, 1, 8192);
+    return decode_params(decode_config(hopper, p, false), p, {});
+  };
+  const DecodeParams alone = params_of(1), many = params_of(64);
+  for (const int keys : {1, 1000, 8192}) {
+    EXPECT_EQ(alone.splits(1, keys).keys, many.splits(1, keys).keys);
+    EXPECT_EQ(alone.splits(1, keys).count, many.splits(1, keys).count);
+  }
+  EXPECT_EQ(alone.blocks_of(alone.splits(1, 8192)).count, 32);
+  EXPECT_EQ(many.blocks_of(many.splits(1, 8192)).count, 4);
+  // Short for what there is room for: all blocks have some.
+  EXPECT_EQ(many.blocks_of(many.splits(1, 1024)).count, 4);
+  EXPECT_EQ(many.blocks_of(many.splits(1, 64)).count, 1);
+}
+
 // Whatever the lengths, the workspace has room for the rows of every split.
 TEST(DecodePlan, TheWorkspaceHasRoomForEverySplit) {
   for (const bool packed : {false, true}) {
@@ -110,9 +133,9 @@ TEST(DecodePlan, ClustersWhereTheSplitsFitOne) {
   EXPECT_EQ(decode_workspace(config, p).end, 0);
   EXPECT_EQ(combine_blocks(config, p), 0);
   EXPECT_EQ(blocks_of(config, p) % config.cluster, 0);
-  const Problem one_head = problem_of(1, 32, 1, 1, 65536);
-  EXPECT_EQ(decode_config(hopper, one_head, true).cluster, 1);
-  const Problem brief = problem_of(1, 32, 8, 1, 100);
+  const Problem many = problem_of(8, 32, 8, 1, 65536);  // more blocks than multiprocessors
+  EXPECT_EQ(decode_config(hopper, many, true).cluster, 1);
+  const Problem brief = problem_of(1, 32, 8, 1, 64);
   EXPECT_EQ(decode_config(hopper, brief, true).cluster, 1);
   EXPECT_EQ(decode_workspace(decode_config(hopper, brief, true), brief).end, 0);
 }
@@ -135,6 +158,35 @@ TEST(DecodePlan, LengthsAndPagesAreHeldToTheTensors) {
   EXPECT_EQ(params.sequence(2).seqlen_k, 100);
   EXPECT_EQ(params.slot(0, 5).block, 0);
   EXPECT_EQ(params.slot(1, 5).block, 2);
+}
+
+// As many bytes under way; whole pieces are 16 numbers; no tile of bytes is 96 wide; q may lie anywhere.
+TEST(DecodePlan, CachesOfBytes) {
+  Problem p = problem_of(2, 8, 2, 1, 4096);
+  const DecodeConfig wide = decode_config(hopper, p, false);
+  for (const DType dtype : {DType::float8_e4m3fn, DType::int8}) {
+    p.k.dtype = p.v.dtype = dtype;
+    p.head_dim = p.head_dim_v = 128;
+    const DecodeConfig config = decode_config(hopper, p, false);
+    EXPECT_EQ(config.stored, dtype == DType::int8 ? Stored::int8 : Stored::float8);
+    EXPECT_EQ(config.product(), Half::float16);
+    EXPECT_EQ(config.stages * config.number_bytes(), wide.stages * wide.number_bytes());
+    EXPECT_EQ(shared_of(config), shared_of(wide));
+    EXPECT_TRUE(config.aligned);
+    p.q.data = reinterpret_cast<void*>(2);
+    EXPECT_TRUE(decode_config(hopper, p, false).aligned);
+    p.q.data = nullptr;
+    p.head_dim = 72;
+    EXPECT_FALSE(decode_config(hopper, p, false).aligned);
+    p.head_dim = 96;
+    EXPECT_EQ(decode_config(hopper, p, false).head_dim, 128);
+    float scales[2] = {};
+    p.cache.v_scale = {scales, 1};
+    const DecodeParams params = decode_params(config, p, {});
+    EXPECT_EQ(params.stored, config.stored);
+    EXPECT_EQ(params.v_scale.data, scales);
+    EXPECT_EQ(params.k_scale.of(1), 1.0f);
+  }
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Decode, what only a GPU can show: graphs with lengths that change, many repeats. Its cases run on a GPU
 // through verify/mirror.h, in tessera_cpu_test.
+#include <algorithm>
 #include <functional>
 
 #include "cuda/resident.h"
@@ -121,6 +122,37 @@ TEST_P(GpuDecode, DecodeGivesTheSameBitsFiftyTimes) {
     device.download(tensors);
     if (!first) first = tensors.o.bytes();
     EXPECT_EQ(tensors.o.bytes(), *first) << i;
+  }
+}
+
+// In a large batch a block has many parts of a sequence, alone each has its own.
+TEST_P(GpuDecode, ALargeBatchHasTheBitsOfEachSequenceAlone) {
+  for (const std::int64_t heads_q : {8, 20}) {
+    DecodeCase c = decode_case(GetParam().name);
+    c.num_heads_q = heads_q;
+    c.head_dim = c.head_dim_v = 128;
+    const std::vector<std::int32_t> lengths = c.cache_seqlens;
+    for (int i = 0; i < 16; ++i) {
+      for (const std::int32_t length : lengths) c.cache_seqlens.push_back(std::max(length - 37 * i, 0));
+    }
+    DecodeTensors tensors(c);
+    const Stream stream;
+    const ResidentDecode device(tensors, stream.get());
+    expect_ok(decode(device.call));
+    device.download(tensors);
+    const AlignedBytes o = tensors.o.bytes(), lse = tensors.lse.bytes();
+    tensors.o.poison();
+    tensors.lse.poison();
+    device.upload(tensors);
+    for (std::int64_t b = 0; b < tensors.batch(); ++b) {
+      Decode one = device.call;
+      for (Tensor* tensor : {&one.q, &one.k_cache, &one.v_cache, &one.o, &one.lse, &one.cache_seqlens})
+        *tensor = slice(*tensor, 0, b, 1);
+      expect_ok(decode(one));
+    }
+    device.download(tensors);
+    EXPECT_EQ(tensors.o.bytes(), o) << heads_q;
+    EXPECT_EQ(tensors.lse.bytes(), lse) << heads_q;
   }
 }
 

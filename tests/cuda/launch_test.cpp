@@ -197,8 +197,8 @@ TEST_F(HopperLaunch, DecodeJoinsItsSplitsInOneLaunchOrInTwo) {
   EXPECT_EQ(launches_of(call), 2);
   EXPECT_EQ(last_kernel(), "cuda_sm80");
 
-  // One part: nothing to join.
-  call.options.max_seqlen_k = 200;
+  // One block: nothing to join.
+  call.options.max_seqlen_k = 64;
   EXPECT_EQ(workspace_size(call).or_throw(), 0u);
   EXPECT_EQ(launches_of(call), 1);
   EXPECT_EQ(fake_driver().blocks, 8U);
@@ -212,6 +212,28 @@ TEST_F(HopperLaunch, BackwardWithoutMapsIsTheOtherKernels) {
   Backward expanded = backward_of(64, 64, 64);
   expanded.dout.stride[0] = 0;
   expect_ran(expanded, 0);
+}
+
+// Its tensors have no tiles for Hopper's kernel: the one of every GPU runs, once it is prepared without
+// compiling.
+TEST_F(HopperLaunch, MergeStates) {
+  const auto tensor = [](int number, DType dtype, std::initializer_list<std::int64_t> shape) {
+    Tensor t(address(number), dtype, shape);
+    t.device = {kDLCUDA, 1};
+    return t;
+  };
+  MergeStates call;
+  call.o_a = tensor(0, DType::bfloat16, {2, 5, 8, 64});
+  call.lse_a = tensor(1, DType::float32, {2, 8, 5});
+  call.o_b = tensor(2, DType::float32, {2, 5, 8, 64});
+  call.lse_b = tensor(3, DType::float32, {2, 8, 5});
+  call.o = tensor(4, DType::float16, {2, 5, 8, 64});
+  fake_driver().launches = 0;
+  ASSERT_TRUE(prepare(call).ok()) << prepare(call).message();
+  EXPECT_EQ(fake_driver().launches, 0);
+  ASSERT_TRUE(merge_states(call).ok()) << merge_states(call).message();
+  EXPECT_EQ(fake_driver().launches, 1);
+  EXPECT_EQ(last_kernel(), "cuda_sm80");
 }
 
 }  // namespace

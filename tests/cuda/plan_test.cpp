@@ -51,9 +51,16 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
             ASSERT_GE(d.head_dim, head_dim);
             ASSERT_GE(d.head_dim_v, head_dim_v);
             ASSERT_LE(shared_of(d), limits.shared_per_block);
-            ASSERT_TRUE(d.block_m == 16 || (d.block_m == 32 && rows > 16));
+            ASSERT_TRUE(rows <= 8 ? d.block_m == 8 : d.block_m == 16 || (d.block_m == 32 && rows > 16));
             ASSERT_TRUE(d.keys == 16 || d.keys == 32);
             ASSERT_GE(d.stages, 2);
+            for (const Stored stored : {Stored::float8, Stored::int8}) {
+              const DecodeConfig bytes =
+                  decode_config(limits, Half::float16, head_dim, head_dim_v, rows, true, stored);
+              ASSERT_LE(shared_of(bytes), limits.shared_per_block);
+              ASSERT_EQ(bytes.head_dim % 64, 0);
+              ASSERT_EQ(bytes.head_dim_v % 64, 0);
+            }
           }
         }
       }
@@ -187,7 +194,7 @@ TEST(Plan, NamesTellConfigsApart) {
   expect_different_names(backwards);
 
   const DecodeConfig d = decode_config(hopper, Half::bfloat16, 128, 128, 4, true);
-  std::vector<DecodeConfig> decodes(10, d);
+  std::vector<DecodeConfig> decodes(12, d);
   decodes[1].type = Half::float16;
   decodes[2].head_dim = 64;
   decodes[3].head_dim_v = 64;
@@ -197,6 +204,8 @@ TEST(Plan, NamesTellConfigsApart) {
   decodes[7].stages = 4;
   decodes[8].cluster = 8;
   decodes[9].aligned = false;
+  decodes[10].stored = Stored::float8;
+  decodes[11].stored = Stored::int8;
   expect_different_names(decodes);
 }
 
@@ -211,6 +220,7 @@ TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
       const char* params = is("tessera_sm90_forward")    ? "Sm90ForwardParams"
                            : is("tessera_sm90_backward") ? "Sm90BackwardParams"
                            : decodes                     ? "DecodeParams"
+                           : is("tessera_merge")         ? "MergeParams"
                                                          : "AttentionParams";
       EXPECT_NE(entry.text.find(entry.name + "(const __grid_constant__ " + params + " params)"),
                 std::string::npos)
@@ -230,6 +240,18 @@ Problem problem_of(std::int64_t batch, std::int64_t seqlen, std::int64_t heads, 
   p.num_heads_q = p.num_heads_k = heads;
   p.head_dim = p.head_dim_v = head_dim;
   return p;
+}
+
+// A warp a row of a head.
+TEST(Plan, MergeHasAWarpForEveryRow) {
+  Problem p = problem_of(3, 5, 7, 64);
+  p.direction = Direction::merge;
+  const SmallConfig config{Small::merge, Half::bfloat16};
+  EXPECT_EQ(blocks_of(config, p), (3 * 5 * 7 * 32 + threads_of(config) - 1) / threads_of(config));
+  p.packed = true;
+  EXPECT_EQ(blocks_of(config, p), (5 * 7 * 32 + threads_of(config) - 1) / threads_of(config));
+  p.rows_q = 0;
+  EXPECT_EQ(blocks_of(config, p), 0);
 }
 
 TEST(Plan, BackwardsWorkspaceIsDqAndDeltaAndLittleMore) {

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "core/attention_params.h"
+#include "core/merge_params.h"
 #include "cuda/driver/driver.h"
 #include "cuda/launch/tensor_maps.h"
 #include "cuda/plan/decode.h"
@@ -107,6 +108,9 @@ class Stage {
   template <class Config>
   Status operator()(const Config& config, const DecodeParams& params, std::int64_t blocks) {
     return run(config, params, blocks);
+  }
+  Status operator()(const SmallConfig& config, const MergeParams& params) {
+    return run(config, params, blocks_of(config, problem_));
   }
 
  private:
@@ -219,21 +223,35 @@ Status execute_decode(const Problem& problem, void* workspace, bool only_load, b
   return run_decode(context.value(), problem, workspace, only_load, clusters);
 }
 
+constexpr SmallConfig merge_config{Small::merge, Half::bfloat16};
+
+Status run_merge(const Context& context, const Problem& problem, bool only_load) {
+  const auto state = [](const View& o, const View& lse) {
+    return StateArg{rows_arg(o), o.dtype == DType::float16 ? Half::float16 : Half::bfloat16, rows_arg(lse)};
+  };
+  const auto& [o_a, lse_a, o_b, lse_b] = problem.states;
+  MergeParams params{};
+  params.a = state(o_a, lse_a);
+  params.b = state(o_b, lse_b);
+  params.all = state(problem.o, problem.lse);
+  params.rows = (problem.packed ? 1 : problem.batch) * problem.rows_q * problem.num_heads_q;
+  params.rows_q = static_cast<int>(problem.rows_q);
+  params.num_heads = static_cast<int>(problem.num_heads_q);
+  params.head_dim_v = static_cast<int>(problem.head_dim_v);
+  return Stage(context, problem, only_load)(merge_config, params);
+}
+
 Status execute(const Problem& problem, void* workspace, bool only_load) {
   if (problem.direction == Direction::decode) return execute_decode(problem, workspace, only_load, false);
   const Result<Context> context = Context::enter(problem.device.device_id);
   if (!context.ok()) return context.status();
+  if (problem.direction == Direction::merge) return run_merge(context.value(), problem, only_load);
   return problem.direction == Direction::forward
              ? run_forward(context.value(), problem, only_load)
              : run_backward(context.value(), problem, workspace, only_load);
 }
 
 std::string missing() { return unavailable(); }
-
-std::string why_not_direction(Direction direction) {
-  if (direction == Direction::merge) return "merge_states has no GPU kernel yet";
-  return "";
-}
 
 std::int64_t most_decode_blocks(const DeviceLimits& limits, const Problem& problem, bool clusters) {
   const DecodeConfig config = decode_config(limits, problem, clusters);
@@ -243,19 +261,21 @@ std::int64_t most_decode_blocks(const DeviceLimits& limits, const Problem& probl
 
 std::string why_not(const Problem& problem) {
   if (problem.device.device_type != kDLCUDA) return "the tensors are not in GPU memory";
-  if (std::string reason = why_not_direction(problem.direction); !reason.empty()) return reason;
   const Result<const DeviceFacts*> facts = device_facts(problem.device.device_id);
   if (!facts.ok()) return facts.status().message();
   if (facts.value()->arch < 80) {
     return "it needs compute capability 8.0, " + facts.value()->name + " has " +
            std::to_string(facts.value()->arch / 10) + "." + std::to_string(facts.value()->arch % 10);
   }
-  if (problem.dtype == DType::float32) return "its tiles are float16 or bfloat16, q is float32";
+  const bool merge = problem.direction == Direction::merge;
+  if (problem.dtype == DType::float32 && !merge) return "its tiles are float16 or bfloat16, q is float32";
   if (std::max(problem.batch, problem.num_heads_q) > max_blocks)
     return "batch or num_heads_q is 2^31 or more";
   const DeviceLimits limits = limits_of(*facts.value());
   std::int64_t most = 0;
-  if (problem.direction == Direction::forward) {
+  if (merge) {
+    most = blocks_of(merge_config, problem);
+  } else if (problem.direction == Direction::forward) {
     most = blocks_of(forward_config(limits, problem), problem);
   } else if (problem.direction == Direction::decode) {
     most = most_decode_blocks(limits, problem, false);
@@ -271,7 +291,7 @@ std::string why_not(const Problem& problem) {
 
 std::string why_not_sm90(const Problem& problem) {
   if (problem.device.device_type != kDLCUDA) return "the tensors are not in GPU memory";
-  if (std::string reason = why_not_direction(problem.direction); !reason.empty()) return reason;
+  if (problem.direction == Direction::merge) return "merge_states has no products for its tiles";
   const Result<const DeviceFacts*> facts = device_facts(problem.device.device_id);
   if (!facts.ok()) return facts.status().message();
   if (facts.value()->arch != 90) {
@@ -304,7 +324,10 @@ Plan plan(const Problem& problem) {
   if (problem.direction == Direction::decode) return decode_plan(problem, false);
   const DeviceLimits limits = limits_of(problem);
   Plan plan;
-  if (problem.direction == Direction::forward) {
+  if (problem.direction == Direction::merge) {
+    plan.block_m = plan.block_n = 1;
+    plan.threads = threads_of(merge_config);
+  } else if (problem.direction == Direction::forward) {
     const ForwardConfig config = forward_config(limits, problem);
     plan.block_m = config.block_m;
     plan.block_n = config.block_n;

@@ -7,11 +7,18 @@
 namespace tessera::cuda {
 namespace {
 
-// Parts of a sequence: multiples of 64 keys, by themselves at least 256, and so many that a sequence alone
-// fills a GPU, whatever the number of its key heads. kernels/sm80/NOTES.md has the measurements.
-constexpr std::int64_t split_unit = 64, split_fewest = 256, split_rows = 256;
-constexpr std::int64_t fewest_parts = 8, most_parts = 64, most_given_parts = 128, parts_of_all_heads = 128;
+// Parts of a sequence: multiples of a step's keys, so many that a sequence alone fills a GPU with a part for
+// each warp, whatever the number of its key heads. kernels/sm80/NOTES.md has the measurements.
+constexpr std::int64_t split_fewest = 16, split_rows = 256;
+constexpr std::int64_t fewest_parts = 32, parts_of_all_heads = 1024;
+constexpr std::int64_t enough_blocks = 240;   // for a GPU; a block takes more parts only where there are more
 constexpr std::int64_t workspace_step = 256;  // bytes
+
+Stored stored_of(const Problem& problem) {
+  return problem.k.dtype == DType::float8_e4m3fn ? Stored::float8
+         : problem.k.dtype == DType::int8        ? Stored::int8
+                                                 : Stored::half;
+}
 
 AnglesArg angles_arg(const View& view) { return {view.data, view.seq, view.dtype == DType::float32}; }
 
@@ -35,15 +42,30 @@ DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem) {
   cut.all_tiles = problem.rows_q == 0 ? 0
                                       : count_tiles(problem.batch, static_cast<int>(problem.rows_q),
                                                     problem.packed, static_cast<int>(cut.queries));
-  const std::int64_t given = std::min(problem.cache.num_splits, most_given_parts);
-  const std::int64_t automatic = std::clamp(
-      parts_of_all_heads / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
-  cut.parts = given > 0 ? given : automatic;
-  cut.rule = {split_unit, split_fewest, automatic};
+  const std::int64_t most_parts = DecodeParams::most_blocks * config.warps;
+  const std::int64_t given = std::min<std::int64_t>(problem.cache.num_splits, DecodeParams::most_blocks);
+  // Parts that no warp joins are larger, and fewer.
+  const bool joins = config.levels > 0;
+  const std::int64_t all = joins ? parts_of_all_heads : parts_of_all_heads / 2;
+  const std::int64_t automatic =
+      std::clamp(all / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
+  cut.rule = {config.keys, std::max<std::int64_t>(joins ? split_fewest : 4 * split_fewest, config.keys),
+              automatic};
+  cut.given_parts = given * config.warps;
   cut.split_queries = given > 0 ? longest : std::min(longest, std::max<std::int64_t>(split_rows / group, 1));
   const bool none = !problem.packed && longest > cut.split_queries;
-  cut.most_splits = none ? 1 : Splits::most(problem.max_seqlen_k, given, cut.rule);
-  if (config.cluster > 1) cut.most_splits = config.cluster;
+  const std::int64_t parts = Splits::most(problem.max_seqlen_k, cut.given_parts, cut.rule);
+  cut.most_splits = none ? 1 : ceil_div(parts, config.warps);
+  if (config.cluster > 1) {
+    cut.most_splits = config.cluster;
+  } else if (given == 0) {
+    for (int of_warp = 1 << config.levels; of_warp > 1; of_warp /= 2) {
+      const std::int64_t splits = ceil_div(cut.most_splits, of_warp);
+      if (cut.all_tiles * cut.head_tiles_k * splits < enough_blocks) continue;
+      cut.most_splits = splits;
+      break;
+    }
+  }
   cut.split_tiles = ceil_div(cut.split_queries, cut.queries);
   return cut;
 }
@@ -60,14 +82,23 @@ DecodeWorkspace decode_workspace(const DecodeConfig& config, const Problem& prob
 }
 
 DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, bool clusters) {
-  const bool aligned = problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0 && rows_aligned(problem.q) &&
-                       rows_aligned(problem.k) && rows_aligned(problem.v);
+  const Stored stored = stored_of(problem);
+  const int piece = stored == Stored::half ? 8 : 16;  // numbers
+  const bool aligned = problem.head_dim % piece == 0 && problem.head_dim_v % piece == 0 &&
+                       (stored != Stored::half || rows_aligned(problem.q)) && rows_aligned(problem.k) &&
+                       rows_aligned(problem.v);
   DecodeConfig config =
       decode_config(limits, problem.dtype == DType::bfloat16 ? Half::bfloat16 : Half::float16,
                     static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v),
-                    problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned);
-  const std::int64_t splits = decode_cut(config, problem).most_splits;
-  if (clusters && splits > 1 && splits <= most_cluster)
+                    problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned, stored);
+  if (!clusters) return config;
+  // A few blocks only: then one launch counts for more than bytes in flight.
+  const DecodeCut cut = decode_cut(config, problem);
+  const std::int64_t tiles = cut.all_tiles * cut.head_tiles_k;
+  std::int64_t splits = cut.most_splits;
+  for (int of_warp = 1; splits > most_cluster && of_warp < 1 << config.levels; of_warp *= 2)
+    splits = ceil_div(splits, 2);
+  if (splits > 1 && splits <= most_cluster && tiles * splits <= limits.multiprocessors)
     config.cluster = static_cast<int>(round_to_power(splits));
   return config;
 }
@@ -87,6 +118,9 @@ DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
   p.blocks = static_cast<int>(std::min<std::int64_t>(cache.blocks, (std::int64_t{1} << 31) - 1));
   p.batch_idx = cache.batch_idx;
   p.leftpad = cache.leftpad;
+  p.stored = stored_of(problem);
+  p.k_scale = {cache.k_scale.data, cache.k_scale.stride};
+  p.v_scale = {cache.v_scale.data, cache.v_scale.stride};
   p.k_new = rows_arg(cache.k_new);
   p.v_new = rows_arg(cache.v_new);
   p.rows_new = cache.k_new.given() ? static_cast<int>(cache.rows_new) : 0;
@@ -103,9 +137,10 @@ DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
   p.head_tiles = divisor(cut.head_tiles);
   p.head_tiles_k = divisor(cut.head_tiles_k);
   p.tiles = divisor(cut.tiles);
-  p.parts = divisor(cut.parts);
+  p.parts = divisor(cut.given_parts > 0 ? cut.given_parts : cut.rule.most);
   p.split_unit = static_cast<int>(cut.rule.unit);
   p.split_fewest = static_cast<int>(problem.cache.num_splits > 0 ? cut.rule.unit : cut.rule.fewest);
+  p.warps = config.warps;
   p.split_queries = static_cast<int>(cut.split_queries);
   p.most_splits = divisor(cut.most_splits);
   p.split_tiles = divisor(cut.split_tiles);

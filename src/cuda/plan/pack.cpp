@@ -39,28 +39,30 @@ void add_sm90_backward(std::vector<PackEntry>& list, Half type) {
   }
 }
 
-// Of one token, and of a few.
+// Of one token, and of a few. Of 8-bit caches the commonest: float8_e4m3fn, one token, a head dim of 128.
 void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half type) {
-  constexpr int few = 16, more = 32;
-  for (const int head_dim : {64, 128, 256}) {
-    for (const int rows : {few, more}) {
-      DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true);
-      if (rows == more && config.block_m == few) continue;
+  constexpr int few = 8, some = 16, more = 32;
+  const auto add = [&](int head_dim, int rows, Stored stored) {
+    DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true, stored);
+    if (config.block_m < rows) return;
+    list.push_back(entry(config));
+    for (const int cluster : {8, 16}) {
+      if (limits.arch != 90) continue;
+      config.cluster = cluster;
       list.push_back(entry(config));
-      for (const int cluster : {8, 16}) {
-        if (limits.arch != 90) continue;
-        config.cluster = cluster;
-        list.push_back(entry(config));
-      }
     }
+  };
+  for (const int head_dim : {64, 128, 256}) {
+    for (const int rows : {few, some, more}) add(head_dim, rows, Stored::half);
   }
+  add(128, few, Stored::float8);
 }
 
 }  // namespace
 
 std::vector<PackEntry> pack_list(std::string_view arch) {
   const DeviceLimits limits = limits_of(arch);
-  std::vector<PackEntry> list;
+  std::vector<PackEntry> list = {entry(SmallConfig{Small::merge, Half::bfloat16})};
   for (const Half type : {Half::bfloat16, Half::float16}) {
     if (arch == "sm_90a") {
       add_sm90_forward(list, type);

@@ -72,9 +72,15 @@ std::string spelled(const DbiasConfig& c) {
                 spelled(c.aligned), spelled(c.terms).c_str());
 }
 
+const char* spelled(Stored stored) {
+  return stored == Stored::half     ? "Stored::half"
+         : stored == Stored::float8 ? "Stored::float8"
+                                    : "Stored::int8";
+}
 std::string spelled(const DecodeConfig& c) {
-  return format("DecodeConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %s}", spelled(c.type), c.head_dim,
-                c.head_dim_v, c.block_m, c.warps, c.keys, c.stages, c.per_sm, c.cluster, spelled(c.aligned));
+  return format("DecodeConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim,
+                c.head_dim_v, c.block_m, c.warps, c.keys, c.stages, c.levels, c.per_sm, c.cluster,
+                spelled(c.aligned), spelled(c.stored));
 }
 
 // A program of one kernel: call is what its body does with params.
@@ -122,6 +128,8 @@ SmallKernel small_kernel(Small kernel) {
       return {"convert_dq", "dq.cuh", "AttentionParams", dq_warps * 32};
     case Small::append:
       return {"append", "append.cuh", "DecodeParams", 128};
+    case Small::merge:
+      return {"merge", "merge.cuh", "MergeParams", 128};
     case Small::combine:
       break;
   }
@@ -220,10 +228,12 @@ std::string kernel_name(const DbiasConfig& c) {
 }
 std::string kernel_name(const DecodeConfig& c) {
   const std::string cluster = c.cluster == 1 ? "" : "_c" + std::to_string(c.cluster);
-  return format("tessera_decode_%s_d%dx%d_m%dw%dk%ds%d%s%s", type_name(c.type), c.head_dim, c.head_dim_v,
-                c.block_m, c.warps, c.keys, c.stages, cluster.c_str(), aligned_name(c.aligned));
+  const char* stored = c.stored == Stored::float8 ? "f8" : c.stored == Stored::int8 ? "i8" : "";
+  return format("tessera_decode_%s%s_d%dx%d_m%dw%dk%ds%d%s%s", type_name(c.type), stored, c.head_dim,
+                c.head_dim_v, c.block_m, c.warps, c.keys, c.stages, cluster.c_str(), aligned_name(c.aligned));
 }
 std::string kernel_name(const SmallConfig& c) {
+  if (c.kernel == Small::merge) return "tessera_merge";
   return format("tessera_%s_%s", small_kernel(c.kernel).name, type_name(c.type));
 }
 
@@ -304,11 +314,13 @@ int shared_of(const DbiasConfig& c) {
   return (2 * c.block * (c.head_dim + c.head_dim_v) * 2 + rest + 127) / 128 * 128;
 }
 int shared_of(const DecodeConfig& c) {
-  const int ring = c.warps * c.stages * c.keys * (c.head_dim + c.head_dim_v) * 2;
-  const int joined = c.warps * c.block_m * (c.head_dim_v + 8) * 4;
-  const int states = (c.warps + 1) * c.block_m * 8;
+  const int ring = c.warps * c.stages * c.keys * (c.head_dim + c.head_dim_v) * c.number_bytes();
+  const int joined = c.warps * c.block_m * (c.head_dim_v + 4) * 4;
+  const int states = c.warps * c.block_m * 8;
+  const int sent = c.cluster == 1 ? 1 : c.block_m * (c.head_dim_v / 4) + c.cluster;
   const auto padded = [](int bytes) { return (bytes + 127) / 128 * 128; };
-  return padded(padded(std::max(ring, joined)) + c.block_m * c.head_dim * 2 + states);
+  return padded(padded(std::max(ring, joined)) + std::max(c.block_m, 16) * c.head_dim * 2 + states +
+                sent * (16 + 8));
 }
 int shared_of(const SmallConfig&) { return 0; }
 
@@ -344,11 +356,20 @@ BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_d
   return config;
 }
 DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
-                           std::int64_t rows, bool aligned) {
-  const DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
-  const int block_m = rows <= 16 ? 16 : tiles.block_m;
-  return {type,       tile_width(head_dim), tile_width(head_dim_v), block_m, tiles.warps,
-          tiles.keys, tiles.stages,         tiles.per_sm,           1,       aligned};
+                           std::int64_t rows, bool aligned, Stored stored) {
+  DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
+  // As many bytes under way as of 16-bit numbers; and a row of bytes is no 96 of them wide.
+  if (stored != Stored::half) tiles.stages *= 2;
+  const auto width = [&](int dim) {
+    const int cols = tile_width(dim);
+    return stored != Stored::half && cols == 96 ? 128 : cols;
+  };
+  const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
+  // A part that waits for its right neighbour has as many registers as o.
+  const int registers = block_m * width(head_dim_v) / 32;
+  const int levels = registers > 32 ? 0 : block_m == 8 ? 3 : 2;
+  return {type,         width(head_dim), width(head_dim_v), block_m, tiles.warps, tiles.keys,
+          tiles.stages, levels,          tiles.per_sm,      1,       aligned,     stored};
 }
 DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
                          bool aligned) {
@@ -499,6 +520,8 @@ std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
       return problem.num_heads_q;
     case Small::convert_dq:
       return problem.rows_q == 0 ? 0 : ceil_div(tiles_q(problem, 16) * problem.num_heads_q, dq_warps);
+    case Small::merge:
+      return ceil_div(all_rows_q(problem) * problem.num_heads_q, threads_of(config) / 32);
     case Small::append:
     case Small::combine:
       break;  // plan/decode.h

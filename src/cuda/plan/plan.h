@@ -19,8 +19,8 @@ struct DeviceLimits {
 
 [[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t x, std::int64_t y) { return (x + y - 1) / y; }
 
-// The kernels that are compiled for a type only.
-enum class Small : std::uint8_t { delta, dsinks, convert_dq, append, combine };
+// The kernels that are compiled for a type only; merge for none, its tensors say theirs.
+enum class Small : std::uint8_t { delta, dsinks, convert_dq, append, combine, merge };
 struct SmallConfig {
   Small kernel;
   Half type;
@@ -67,7 +67,7 @@ struct SmallConfig {
 
 // rows: of a key head, the queries of a sequence by the heads of its group. Without a cluster.
 [[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
-                                         std::int64_t rows, bool aligned);
+                                         std::int64_t rows, bool aligned, Stored stored = Stored::half);
 
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);

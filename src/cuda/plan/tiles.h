@@ -20,7 +20,7 @@ struct BackwardTiles {
   bool kv_in_registers;
 };
 
-// Decode: 16 rows a tile, or block_m for more of them.
+// Decode: 8 or 16 rows a tile, or block_m for more of them.
 struct DecodeTiles {
   int head_dim;
   int block_m;
