@@ -21,8 +21,8 @@ namespace tessera::sm90 {
 
 enum class Side { p, ds };
 
-// The warp's dq of a step is added at once. Where sums have an order, when it is its turn, and it tells when
-// the sum is in memory: at the step's end (tell_added), for until then that may have come to pass.
+// The warp's dq of a step is added at once. Where sums have an order, when it is its turn; add_dq waits until
+// the sum is in memory, and tells the next one.
 template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void add_from_registers(const AttentionParams& params, BackwardShared<C>& shared,
                                                    unsigned step, const tile::FragmentC (&dq)[n]) {
@@ -47,15 +47,8 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
     }
   }
   __syncwarp();
+  if (params.turn != nullptr) release(shared.dq_there.full);
   release(shared.rows_there[step % C.row_stages()].empty);
-}
-
-template <Sm90BackwardConfig C>
-__device__ __forceinline__ void tell_added(const AttentionParams& params, BackwardShared<C>& shared) {
-  if (params.turn == nullptr) return;
-  __threadfence();
-  __syncwarp();
-  release(shared.dq_there.full);
 }
 
 // dk or dv, 16 keys a warp, leaves through 4 KB of shared memory: 128 columns at a time.
@@ -249,7 +242,6 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
       ptx::wgmma_wait<0>();
       ptx::settle(sum[0]);
       release(second_there[step % second_stages].empty);
-      tell_added(params, shared);
     }
     if (steps > 0) {
       release(shared.k_there.empty);

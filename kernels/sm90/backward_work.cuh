@@ -355,7 +355,9 @@ struct DqPart {
 // One warp: a lane has the dq of one warp of the consumers added. Or, where they do that themselves, it tells
 // them when it is their turn, if they have one.
 //
-// Where sums have an order, it looks whose turn it is before dq is there, so that nobody waits for that.
+// Where sums have an order, a step is passed on when it is in memory, which takes most of a step: meanwhile
+// it looks whose turn the next one is. One fence then orders both, what was added before who is told, and
+// what was seen before what is added next. Others' additions are before it, too: it has waited for them.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   using Tiles = tile::DqTiles;
@@ -363,8 +365,9 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
   for_each_work(shared, [&](const BackwardWork& work) {
     const bool ordered = params.turn != nullptr;
     if (C.dq_direct() && !ordered) return;
+    int seen = -1;  // of the step's turn
 #pragma unroll 1
-    for (Steps at(params, work); at.more(); at.next()) {
+    for (Steps at(params, work); at.more();) {
       // Found again rather than kept. Tiles of queries, of all heads, are fewer than 2^31.
       const auto turn = [&] {
         const auto tiles =
@@ -374,9 +377,8 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
       };
       if (ordered) {
         const int mine = turn_of<C>(all, work, at.m_block);
-        while (ptx::load_acquire(turn()) != mine) {
-        }
-        ptx::admit_global();
+        while (seen != mine) seen = ptx::load_acquire(turn());
+        if constexpr (!C.dq_direct()) ptx::admit_global();
       }
       if constexpr (C.dq_direct()) {
         __syncwarp();
@@ -401,12 +403,17 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         __syncwarp();
         release(shared.dq_there.empty);
       }
-      if (ordered) {
-        ptx::wait_bulk();
-        __threadfence();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::store_release(turn(), ptx::load_acquire(turn()) + 1);
+      if (!ordered) {
+        at.next();
+        continue;
       }
+      int* const added = turn();
+      at.next();
+      if (at.more()) seen = ptx::load_relaxed(turn());
+      if constexpr (!C.dq_direct()) ptx::wait_bulk();
+      __syncwarp();
+      ptx::fence();
+      if (threadIdx.x % 32 == 0) ptx::add_relaxed(added, 1);
     }
   });
 }
