@@ -86,7 +86,7 @@ struct BackwardShared : DqShared<C>, PShared<C> {
 // Fills in the block of keys with a number; false where it has no keys. The first blocks of keys, which under
 // a causal mask most queries see, come first. Where sums of dq have an order it is the other way round: under
 // that mask the last blocks are the first to reach a block of queries, and each waits only for blocks with a
-// smaller number.
+// smaller number (KeyOrder).
 template <Sm90BackwardConfig C>
 [[nodiscard]] __device__ __forceinline__ bool find_work(const Sm90BackwardParams& all, unsigned index,
                                                         BackwardWork& work) {
@@ -120,11 +120,13 @@ template <Sm90BackwardConfig C>
 
 // Numbers of blocks of keys, in their order. The first is the block of threads' own, and costs no time; but
 // where sums have an order nobody may hold a number and not have begun, so that all are drawn.
-[[nodiscard]] __device__ __forceinline__ unsigned draw(const AttentionParams& params) {
-  return atomicAdd(params.ticket, 1) + (params.turn != nullptr ? 0 : gridDim.x);
+[[nodiscard]] __device__ __forceinline__ unsigned draw(const Sm90BackwardParams& all) {
+  const AttentionParams& params = all.attention;
+  const unsigned drawn = atomicAdd(params.ticket, 1);
+  return params.turn != nullptr ? all.order.place(drawn) : drawn + gridDim.x;
 }
-[[nodiscard]] __device__ __forceinline__ unsigned first_number(const AttentionParams& params) {
-  return params.turn != nullptr ? draw(params) : ptx::block_index();
+[[nodiscard]] __device__ __forceinline__ unsigned first_number(const Sm90BackwardParams& all) {
+  return all.attention.turn != nullptr ? draw(all) : ptx::block_index();
 }
 
 // What a helper, of one thread or all of a warp, does for each block of keys.
@@ -284,10 +286,10 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
     work.blocks = block;
     work.first_step = first_step;
     work.loads = loads;
-    while (!find_work<C>(all, number, work)) number = draw(params);
+    while (!find_work<C>(all, number, work)) number = draw(all);
     ptx::arrive(shared.work_there[at.stage].full);
   };
-  announce(0, first_number(params), 0, 0);
+  announce(0, first_number(all), 0, 0);
   unsigned block = 0;
 #pragma unroll 1
   while (true) {
@@ -311,7 +313,7 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
         ptx::arrive(shared.rows_there[row.stage].full);
       }
       if (at.left == min(work.steps, ahead))
-        announce(work.blocks + 1, draw(params), work.first_step + work.steps,
+        announce(work.blocks + 1, draw(all), work.first_step + work.steps,
                  work.loads + (work.steps > 0 ? 1 : 0));
       if (at.left <= 1) break;
       at.next();
@@ -325,10 +327,8 @@ template <Sm90BackwardConfig C>
 [[nodiscard]] __device__ __forceinline__ int turn_of(const Sm90BackwardParams& all, const BackwardWork& work,
                                                      int m_block) {
   const int first_query = m_block * C.block_m;
-  const NarrowMask::Range seen =
-      all.mask(work.sequence)
-          .keys_of_any({first_query, min(first_query + C.block_m, work.sequence.seqlen_q)});
-  return (seen.end - 1) / C.block_n - work.n_block;
+  return KeyOrder::turn(all.mask(work.sequence), first_query,
+                        min(first_query + C.block_m, work.sequence.seqlen_q), work.n_block, C.block_n);
 }
 
 // The part of dq that a warp of the consumers has: 16 rows, and of the columns whole tiles.
@@ -372,12 +372,12 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
       const auto turn = [&] {
         const auto tiles =
             static_cast<unsigned>(count_tiles(params.batch, params.rows_q, params.packed(), C.block_m));
-        return params.turn + ptx::opaque(at.h) * tiles +
-               first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) + at.m_block;
+        return ptx::opaque(at.h) * tiles + first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) +
+               at.m_block;
       };
       if (ordered) {
         const int mine = turn_of<C>(all, work, at.m_block);
-        while (seen != mine) seen = ptx::load_acquire(turn());
+        while (seen != mine) seen = ptx::load_acquire(params.turn + turn());
         if constexpr (!C.dq_direct()) ptx::admit_global();
       }
       if constexpr (C.dq_direct()) {
@@ -407,13 +407,13 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         at.next();
         continue;
       }
-      int* const added = turn();
+      const unsigned added = ptx::opaque(turn());
       at.next();
-      if (at.more()) seen = ptx::load_relaxed(turn());
+      if (at.more()) seen = ptx::load_relaxed(params.turn + turn());
       if constexpr (!C.dq_direct()) ptx::wait_bulk();
       __syncwarp();
       ptx::fence();
-      if (threadIdx.x % 32 == 0) ptx::add_relaxed(added, 1);
+      if (threadIdx.x % 32 == 0) ptx::add_relaxed(params.turn + added, 1);
     }
   });
 }

@@ -442,6 +442,18 @@ std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
 std::int64_t backward_tiles(const Sm90BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
 }
+KeyOrder key_order(const Sm90BackwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
+  if (backward_tiles(config, problem) == 0) return {1, 0, 1};
+  const std::int64_t lists = (problem.packed ? 1 : problem.batch) * problem.num_heads_k;
+  // Blocks of threads that are at the same sequence and head follow one another in the time that one addition
+  // takes, and the last has to wait for all of them at first: so twice as many lists as would fill the
+  // device.
+  const std::int64_t blocks = ceil_div(
+      problem.rows_k, config.block_n * (problem.packed ? std::max<std::int64_t>(problem.batch, 1) : 1));
+  const std::int64_t beside = std::clamp<std::int64_t>(2 * limits.multiprocessors / blocks, 1, lists);
+  return {static_cast<unsigned>(backward_tiles(config, problem) / lists), static_cast<unsigned>(lists),
+          static_cast<unsigned>(beside)};
+}
 std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
   return std::min<std::int64_t>(backward_tiles(config, problem), limits.multiprocessors);
 }
