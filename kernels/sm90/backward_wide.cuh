@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
     }
   }
   __syncwarp();
-  if (params.turn != nullptr) release(shared.dq_there.full);
+  ptx::arrive_if(shared.dq_there.full, threadIdx.x % 32 == 0 && params.turn != nullptr);
   release(shared.rows_there[step % C.row_stages()].empty);
 }
 

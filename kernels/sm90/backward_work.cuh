@@ -410,7 +410,7 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
       const unsigned added = ptx::opaque(turn());
       at.next();
       if (at.more()) seen = ptx::load_relaxed(params.turn + turn());
-      if constexpr (!C.dq_direct()) ptx::wait_bulk();
+      if constexpr (!C.dq_direct()) ptx::wait_bulk<0>();
       __syncwarp();
       ptx::fence();
       if (threadIdx.x % 32 == 0) ptx::add_relaxed(params.turn + added, 1);
