@@ -27,7 +27,7 @@ template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void add_from_registers(const AttentionParams& params, BackwardShared<C>& shared,
                                                    unsigned step, const tile::FragmentC (&dq)[n]) {
   using Tiles = tile::DqTiles;
-  if (params.turn != nullptr) ptx::wait(shared.dq_there.empty, step % 2);
+  if (params.turn != nullptr) ptx::wait(shared.dq_there[0].empty, step % 2);
   const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
   const DqPart<C> part(params, group, warp);
   const StepFacts& facts = shared.facts[step % C.row_stages()];
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
     }
   }
   __syncwarp();
-  ptx::arrive_if(shared.dq_there.full, threadIdx.x % 32 == 0 && params.turn != nullptr);
+  ptx::arrive_if(shared.dq_there[0].full, threadIdx.x % 32 == 0 && params.turn != nullptr);
   release(shared.rows_there[step % C.row_stages()].empty);
 }
 
@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   };
   // dq = ds k, in flight.
   const auto issue_dq = [&] {
-    const RingPlace place = ring_at<ds_stages>(step);
+    const RingPlace place = ring_at<C.ds_stages()>(step);
     ptx::wait(shared.ds_there[place.stage].full, place.parity);
     ptx::settle(dq);
     ptx::wgmma_fence();
@@ -155,7 +155,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   };
   const auto pass_dq = [&] {
     ptx::settle(dq);
-    release(shared.ds_there[step % ds_stages].empty);
+    release(shared.ds_there[step % C.ds_stages()].empty);
     add_from_registers(params, shared, step, dq);
   };
 
@@ -196,7 +196,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
     }
     __syncwarp();
     release(shared.p_there.empty);
-    const RingPlace place = ring_at<ds_stages>(step);
+    const RingPlace place = ring_at<C.ds_stages()>(step);
     ptx::wait(shared.ds_there[place.stage].empty, place.parity ^ 1);
 #pragma unroll
     for (int j = 0; j < n / 2; ++j) {
@@ -261,8 +261,8 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
         for (int e = 0; e < 4; ++e) sum[0][j][e] *= params.scale;
       }
 #pragma unroll
-      for (int i = 0; i < ds_stages; ++i) {
-        const RingPlace free = ring_at<ds_stages>(step + i);
+      for (int i = 0; i < C.ds_stages(); ++i) {
+        const RingPlace free = ring_at<C.ds_stages()>(step + i);
         ptx::wait(shared.ds_there[free.stage].empty, free.parity ^ 1);
       }
       leave<C>(work, shared.ds[0].data + warp * sizeof(shared.p[0]), sum[0], params.dk, params.head_dim);

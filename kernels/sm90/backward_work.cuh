@@ -19,7 +19,7 @@
 
 namespace tessera::sm90 {
 
-inline constexpr int ds_stages = 2, work_stages = 4;
+inline constexpr int work_stages = 4;
 
 // Which keys, of which head, and the blocks of queries that see some of them. One thread finds it, for all.
 struct alignas(16) BackwardWork {
@@ -54,7 +54,7 @@ struct alignas(16) StepFacts {
 // dq on its way: tiles of one warp after the other, as they are added (tile/dq_tiles.cuh).
 template <Sm90BackwardConfig C, bool there = !C.dq_direct()>
 struct DqShared {
-  alignas(1024) float dq[C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
+  alignas(1024) float dq[C.dq_stages()][C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
 };
 template <Sm90BackwardConfig C>
 struct DqShared<C, false> {};
@@ -73,14 +73,14 @@ struct BackwardShared : DqShared<C>, PShared<C> {
   tile::PanelTile<C.block_n, C.head_dim_v> v;
   tile::PanelTile<C.block_m, C.head_dim> q[C.q_stages];
   tile::PanelTile<C.block_m, C.head_dim_v> dout[C.dout_stages];
-  // Of two steps: who writes one has met all others behind their last product with it.
-  tile::PanelTile<C.block_m, C.block_n> ds[ds_stages];
+  tile::PanelTile<C.block_m, C.block_n> ds[C.ds_stages()];
   float lse[C.row_stages()][C.block_m], delta[C.row_stages()][C.block_m];
   StepFacts facts[C.row_stages()];
   BackwardWork work[work_stages];
   Barriers work_there[work_stages], k_there, v_there;
-  Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()], dq_there;
-  Barriers p_there, ds_there[ds_stages];  // where warpgroups share a step
+  Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()];
+  Barriers dq_there[C.dq_stages()], ds_there[C.ds_stages()];
+  Barriers p_there;  // where warpgroups share a step
 };
 
 // Fills in the block of keys with a number; false where it has no keys. The first blocks of keys, which under
@@ -382,17 +382,18 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
       }
       if constexpr (C.dq_direct()) {
         __syncwarp();
-        release(shared.dq_there.empty);
-        ptx::wait(shared.dq_there.full, at.step() % 2);
+        release(shared.dq_there[0].empty);
+        ptx::wait(shared.dq_there[0].full, at.step() % 2);
       } else {
-        ptx::wait(shared.dq_there.full, at.step() % 2);
+        const auto place = [&] { return ring_at<C.dq_stages()>(at.step()); };
+        ptx::wait(shared.dq_there[place().stage].full, place().parity);
         ptx::publish_shared();
         const int lane = ptx::thread_index() % 32, warp = lane % 4, group = lane / 4;
         const int first_query = at.m_block * C.block_m;
         const DqPart<C> part(params, group, warp);
         if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
           // First what is known of the lane: it is three registers then.
-          const unsigned from = ptx::opaque(ptx::shared_address(shared.dq[group][warp][part.overlap]));
+          const unsigned from = ptx::opaque(ptx::shared_address(shared.dq[place().stage][group][warp][part.overlap]));
           const int bytes = ptx::opaque(part.tiles * Tiles::size * 4),
                     offset = ptx::opaque(part.offset(params));
           ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + offset, from,
@@ -401,7 +402,7 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();  // until it has been read
         __syncwarp();
-        release(shared.dq_there.empty);
+        release(shared.dq_there[place().stage].empty);
       }
       if (!ordered) {
         at.next();
@@ -476,8 +477,7 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
     init(shared.q_there, 1, warps);
     init(shared.dout_there, 1, warps);
     init(shared.rows_there, 32 + 1, warps);
-    shared.dq_there.full.init(warps);
-    shared.dq_there.empty.init(1);
+    init(shared.dq_there, warps, 1);
     shared.p_there.full.init(4);
     shared.p_there.empty.init(4);
     init(shared.ds_there, 4, warps);

@@ -287,14 +287,15 @@ int shared_of(const BackwardConfig& c) {
   return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
 }
 int shared_of(const Sm90BackwardConfig& c) {
-  constexpr int ds_stages = 2, facts = 48, work_stages = 4, work = 64;
+  constexpr int facts = 48, work_stages = 4, work = 64;
   const int keys = c.block_n * (c.head_dim + c.head_dim_v);
   const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
-  const int ds = ds_stages * c.block_m * c.block_n, dq = c.dq_direct() ? 0 : c.consumers() * 64 * c.dq_cols();
+  const int ds = c.ds_stages() * c.block_m * c.block_n;
+  const int dq = c.dq_direct() ? 0 : c.dq_stages() * c.consumers() * 64 * c.dq_cols();
   const int p = c.wide() ? c.block_m * c.block_n : 0;
   const int rows = c.row_stages() * (2 * c.block_m * 4 + facts);
   const int barriers =
-      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + 1 + 1 + ds_stages) * 2 * 8;
+      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + c.dq_stages() + 1 + c.ds_stages()) * 2 * 8;
   return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + work_stages * work + barriers + 1023) / 1024 *
          1024;
 }
