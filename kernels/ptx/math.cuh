@@ -90,6 +90,17 @@ __device__ __forceinline__ void add_global(float* address, float a, float b, flo
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
   return x;
 }
+[[nodiscard]] __device__ __forceinline__ int load_relaxed(const int* address) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void add_relaxed(int* address, int x) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
+}
+// All that this thread has written or seen, also by others, is before all that it does behind it. Half of
+// what __threadfence does, which also gives all such fences one order.
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void store_release(int* address, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
 }

@@ -65,8 +65,12 @@ __device__ __forceinline__ void add_bulk(float* to, unsigned from, int bytes) {
                "r"(from), "r"(bytes)
                : "memory");
 }
-// Until all groups of the thread are in memory; cute::tma_store_wait waits until they have been read.
-__device__ __forceinline__ void wait_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Until all groups of the thread but the last `n` are in memory; cute::tma_store_wait waits until they have
+// been read.
+template <int n>
+__device__ __forceinline__ void wait_bulk() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(n) : "memory");
+}
 #endif
 // 16 bytes; of them the first `valid` are read, the others become 0.
 __device__ __forceinline__ void copy_async(unsigned address, const void* from, int valid) {

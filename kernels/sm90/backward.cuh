@@ -26,12 +26,13 @@ template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void hand_over(BackwardShared<C>& shared, unsigned step,
                                           const tile::FragmentC (&dq)[n]) {
   const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
-  const unsigned place = ptx::shared_address(shared.dq[group][warp]) + threadIdx.x % 32 * 16;
-  ptx::wait(shared.dq_there.empty, step % 2 ^ 1);  // the first time at once
+  const RingPlace ring = ring_at<C.dq_stages()>(step);
+  const unsigned place = ptx::shared_address(shared.dq[ring.stage][group][warp]) + threadIdx.x % 32 * 16;
+  ptx::wait(shared.dq_there[ring.stage].empty, ring.parity ^ 1);  // the first time at once
 #pragma unroll
   for (int j = 0; j < n; ++j) ptx::store(place + j * tile::DqTiles::size * 4, dq[j]);
   __syncwarp();
-  release(shared.dq_there.full);
+  release(shared.dq_there[ring.stage].full);
 }
 
 // dk or dv, 16 keys a warp, leaves through the warp's part of dq's memory, which is free for `step`: k and v
@@ -40,10 +41,11 @@ template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void leave(BackwardShared<C>& shared, unsigned step, const BackwardWork& work,
                                       const tile::FragmentC (&sum)[1][n], const RowsArg& to, int cols) {
   using Tile = tile::PanelTile<warp_rows, n * 8>;
-  static_assert(sizeof(Tile) <= sizeof(shared.dq[0][0]));
+  static_assert(sizeof(Tile) <= sizeof(shared.dq[0][0][0]));
   const int warp = ptx::warp_index_again(), first_key = work.first_key + warp * warp_rows;
-  ptx::wait(shared.dq_there.empty, step % 2 ^ 1);
-  store_rows<C.type>(sum, reinterpret_cast<Tile&>(shared.dq[warp / 4][warp % 4]), to, work.b,
+  const RingPlace ring = ring_at<C.dq_stages()>(step);
+  ptx::wait(shared.dq_there[ring.stage].empty, ring.parity ^ 1);
+  store_rows<C.type>(sum, reinterpret_cast<Tile&>(shared.dq[ring.stage][warp / 4][warp % 4]), to, work.b,
                      work.sequence.k_begin + first_key, work.kv_head, work.sequence.allocated_k - first_key,
                      cols);
   __syncwarp();
@@ -148,8 +150,8 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
       if constexpr (C.ds_in_registers) {
         ptx::wgmma<C.type>(dk[0], ds[j], q_rows, true);
       } else {
-        ptx::wgmma<C.type, across, across>(dk[0], ds_shared.rows_from(j * 16, (step - 1) % ds_stages), q_rows,
-                                           true);
+        ptx::wgmma<C.type, across, across>(dk[0], ds_shared.rows_from(j * 16, (step - 1) % C.ds_stages()),
+                                           q_rows, true);
       }
     }
     ptx::wgmma_commit();
@@ -163,7 +165,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
 #pragma unroll
     for (int key = 0; key < C.block_n; key += 16)
       ptx::wgmma<C.type, ptx::Depth::along_rows, across>(
-          dq[0], ds_shared.cols_from(key, (step - 1) % ds_stages), k.rows_from(key), key > 0);
+          dq[0], ds_shared.cols_from(key, (step - 1) % C.ds_stages()), k.rows_from(key), key > 0);
     ptx::wgmma_commit();
   };
   const auto hide = [&] {
@@ -184,7 +186,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
       }
       tile::as_operand<C.type>(operand, dp[0], j);
       ptx::store_matrices_transposed(
-          ds_place + step % ds_stages * sizeof(shared.ds[0]) + j * 16 * shared.ds[0].row_bytes, operand);
+          ds_place + step % C.ds_stages() * sizeof(shared.ds[0]) + j * 16 * shared.ds[0].row_bytes, operand);
     }
   };
   // From s, complete, to p, ds and dv; dp and dv are issued on the way. behind: what to do once all that was
@@ -224,7 +226,12 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
         ptx::wgmma_wait<0>();
         ptx::settle(dv[0]);
       }
-      if (part == 0) ptx::settle(dp[0]);
+      if (part == 0) {
+        ptx::settle(dp[0]);
+        // Nobody reads the last ds any more. Of two, who writes one has met all others behind their last
+        // product with it.
+        if constexpr (C.ds_stages() == 1) ptx::wait(shared.ds_there[0].empty, step % 2 ^ 1);
+      }
       pass_ds(part);
       if constexpr (C.dv_parts > 0) {
         ptx::wgmma_wait<0>();
@@ -237,6 +244,9 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
   };
   // dq, of the step before this one, leaves.
   const auto pass_dq = [&] { hand_over(shared, step - 1, dq[0]); };
+  const auto release_ds = [&] {
+    if constexpr (C.ds_stages() == 1) release(shared.ds_there[0].empty);
+  };
   const auto meet = [] { ptx::meet(consumers_meet, C.consumers() * group_threads); };
 
 #pragma unroll 1
@@ -277,6 +287,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
         weigh([&] {
           ptx::settle(dk[0]);
           release(shared.q_there[q_before().stage].empty);
+          release_ds();
         });
       }
       release(shared.v_there.empty);
@@ -291,6 +302,7 @@ __device__ __forceinline__ void consume(const Sm90BackwardParams& all, BackwardS
       ptx::wgmma_wait<0>();
       ptx::settle(dk[0]);
       release(shared.q_there[q_before().stage].empty);
+      release_ds();
     }
 #pragma unroll
     for (int j = 0; j < C.head_dim / 8; ++j) {

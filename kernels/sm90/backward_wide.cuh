@@ -21,13 +21,13 @@ namespace tessera::sm90 {
 
 enum class Side { p, ds };
 
-// The warp's dq of a step is added at once. Where sums have an order, when it is its turn, and it tells when
-// the sum is in memory: at the step's end (tell_added), for until then that may have come to pass.
+// The warp's dq of a step is added at once. Where sums have an order, when it is its turn; add_dq waits until
+// the sum is in memory, and tells the next one.
 template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void add_from_registers(const AttentionParams& params, BackwardShared<C>& shared,
                                                    unsigned step, const tile::FragmentC (&dq)[n]) {
   using Tiles = tile::DqTiles;
-  if (params.turn != nullptr) ptx::wait(shared.dq_there.empty, step % 2);
+  if (params.turn != nullptr) ptx::wait(shared.dq_there[0].empty, step % 2);
   const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
   const DqPart<C> part(params, group, warp);
   const StepFacts& facts = shared.facts[step % C.row_stages()];
@@ -47,15 +47,8 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
     }
   }
   __syncwarp();
+  ptx::arrive_if(shared.dq_there[0].full, threadIdx.x % 32 == 0 && params.turn != nullptr);
   release(shared.rows_there[step % C.row_stages()].empty);
-}
-
-template <Sm90BackwardConfig C>
-__device__ __forceinline__ void tell_added(const AttentionParams& params, BackwardShared<C>& shared) {
-  if (params.turn == nullptr) return;
-  __threadfence();
-  __syncwarp();
-  release(shared.dq_there.full);
 }
 
 // dk or dv, 16 keys a warp, leaves through 4 KB of shared memory: 128 columns at a time.
@@ -150,7 +143,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   };
   // dq = ds k, in flight.
   const auto issue_dq = [&] {
-    const RingPlace place = ring_at<ds_stages>(step);
+    const RingPlace place = ring_at<C.ds_stages()>(step);
     ptx::wait(shared.ds_there[place.stage].full, place.parity);
     ptx::settle(dq);
     ptx::wgmma_fence();
@@ -162,7 +155,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
   };
   const auto pass_dq = [&] {
     ptx::settle(dq);
-    release(shared.ds_there[step % ds_stages].empty);
+    release(shared.ds_there[step % C.ds_stages()].empty);
     add_from_registers(params, shared, step, dq);
   };
 
@@ -203,7 +196,7 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
     }
     __syncwarp();
     release(shared.p_there.empty);
-    const RingPlace place = ring_at<ds_stages>(step);
+    const RingPlace place = ring_at<C.ds_stages()>(step);
     ptx::wait(shared.ds_there[place.stage].empty, place.parity ^ 1);
 #pragma unroll
     for (int j = 0; j < n / 2; ++j) {
@@ -249,7 +242,6 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
       ptx::wgmma_wait<0>();
       ptx::settle(sum[0]);
       release(second_there[step % second_stages].empty);
-      tell_added(params, shared);
     }
     if (steps > 0) {
       release(shared.k_there.empty);
@@ -269,8 +261,8 @@ __device__ __forceinline__ void consume_side(const Sm90BackwardParams& all, Back
         for (int e = 0; e < 4; ++e) sum[0][j][e] *= params.scale;
       }
 #pragma unroll
-      for (int i = 0; i < ds_stages; ++i) {
-        const RingPlace free = ring_at<ds_stages>(step + i);
+      for (int i = 0; i < C.ds_stages(); ++i) {
+        const RingPlace free = ring_at<C.ds_stages()>(step + i);
         ptx::wait(shared.ds_there[free.stage].empty, free.parity ^ 1);
       }
       leave<C>(work, shared.ds[0].data + warp * sizeof(shared.p[0]), sum[0], params.dk, params.head_dim);

@@ -19,7 +19,7 @@
 
 namespace tessera::sm90 {
 
-inline constexpr int ds_stages = 2, work_stages = 4;
+inline constexpr int work_stages = 4;
 
 // Which keys, of which head, and the blocks of queries that see some of them. One thread finds it, for all.
 struct alignas(16) BackwardWork {
@@ -54,7 +54,7 @@ struct alignas(16) StepFacts {
 // dq on its way: tiles of one warp after the other, as they are added (tile/dq_tiles.cuh).
 template <Sm90BackwardConfig C, bool there = !C.dq_direct()>
 struct DqShared {
-  alignas(1024) float dq[C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
+  alignas(1024) float dq[C.dq_stages()][C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
 };
 template <Sm90BackwardConfig C>
 struct DqShared<C, false> {};
@@ -73,20 +73,20 @@ struct BackwardShared : DqShared<C>, PShared<C> {
   tile::PanelTile<C.block_n, C.head_dim_v> v;
   tile::PanelTile<C.block_m, C.head_dim> q[C.q_stages];
   tile::PanelTile<C.block_m, C.head_dim_v> dout[C.dout_stages];
-  // Of two steps: who writes one has met all others behind their last product with it.
-  tile::PanelTile<C.block_m, C.block_n> ds[ds_stages];
+  tile::PanelTile<C.block_m, C.block_n> ds[C.ds_stages()];
   float lse[C.row_stages()][C.block_m], delta[C.row_stages()][C.block_m];
   StepFacts facts[C.row_stages()];
   BackwardWork work[work_stages];
   Barriers work_there[work_stages], k_there, v_there;
-  Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()], dq_there;
-  Barriers p_there, ds_there[ds_stages];  // where warpgroups share a step
+  Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()];
+  Barriers dq_there[C.dq_stages()], ds_there[C.ds_stages()];
+  Barriers p_there;  // where warpgroups share a step
 };
 
 // Fills in the block of keys with a number; false where it has no keys. The first blocks of keys, which under
 // a causal mask most queries see, come first. Where sums of dq have an order it is the other way round: under
 // that mask the last blocks are the first to reach a block of queries, and each waits only for blocks with a
-// smaller number.
+// smaller number (KeyOrder).
 template <Sm90BackwardConfig C>
 [[nodiscard]] __device__ __forceinline__ bool find_work(const Sm90BackwardParams& all, unsigned index,
                                                         BackwardWork& work) {
@@ -120,11 +120,13 @@ template <Sm90BackwardConfig C>
 
 // Numbers of blocks of keys, in their order. The first is the block of threads' own, and costs no time; but
 // where sums have an order nobody may hold a number and not have begun, so that all are drawn.
-[[nodiscard]] __device__ __forceinline__ unsigned draw(const AttentionParams& params) {
-  return atomicAdd(params.ticket, 1) + (params.turn != nullptr ? 0 : gridDim.x);
+[[nodiscard]] __device__ __forceinline__ unsigned draw(const Sm90BackwardParams& all) {
+  const AttentionParams& params = all.attention;
+  const unsigned drawn = atomicAdd(params.ticket, 1);
+  return params.turn != nullptr ? all.order.place(drawn) : drawn + gridDim.x;
 }
-[[nodiscard]] __device__ __forceinline__ unsigned first_number(const AttentionParams& params) {
-  return params.turn != nullptr ? draw(params) : ptx::block_index();
+[[nodiscard]] __device__ __forceinline__ unsigned first_number(const Sm90BackwardParams& all) {
+  return all.attention.turn != nullptr ? draw(all) : ptx::block_index();
 }
 
 // What a helper, of one thread or all of a warp, does for each block of keys.
@@ -284,10 +286,10 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
     work.blocks = block;
     work.first_step = first_step;
     work.loads = loads;
-    while (!find_work<C>(all, number, work)) number = draw(params);
+    while (!find_work<C>(all, number, work)) number = draw(all);
     ptx::arrive(shared.work_there[at.stage].full);
   };
-  announce(0, first_number(params), 0, 0);
+  announce(0, first_number(all), 0, 0);
   unsigned block = 0;
 #pragma unroll 1
   while (true) {
@@ -311,7 +313,7 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
         ptx::arrive(shared.rows_there[row.stage].full);
       }
       if (at.left == min(work.steps, ahead))
-        announce(work.blocks + 1, draw(params), work.first_step + work.steps,
+        announce(work.blocks + 1, draw(all), work.first_step + work.steps,
                  work.loads + (work.steps > 0 ? 1 : 0));
       if (at.left <= 1) break;
       at.next();
@@ -325,10 +327,8 @@ template <Sm90BackwardConfig C>
 [[nodiscard]] __device__ __forceinline__ int turn_of(const Sm90BackwardParams& all, const BackwardWork& work,
                                                      int m_block) {
   const int first_query = m_block * C.block_m;
-  const NarrowMask::Range seen =
-      all.mask(work.sequence)
-          .keys_of_any({first_query, min(first_query + C.block_m, work.sequence.seqlen_q)});
-  return (seen.end - 1) / C.block_n - work.n_block;
+  return KeyOrder::turn(all.mask(work.sequence), first_query,
+                        min(first_query + C.block_m, work.sequence.seqlen_q), work.n_block, C.block_n);
 }
 
 // The part of dq that a warp of the consumers has: 16 rows, and of the columns whole tiles.
@@ -355,7 +355,9 @@ struct DqPart {
 // One warp: a lane has the dq of one warp of the consumers added. Or, where they do that themselves, it tells
 // them when it is their turn, if they have one.
 //
-// Where sums have an order, it looks whose turn it is before dq is there, so that nobody waits for that.
+// Where sums have an order, a step is passed on when it is in memory, which takes most of a step: meanwhile
+// it looks whose turn the next one is. One fence then orders both, what was added before who is told, and
+// what was seen before what is added next. Others' additions are before it, too: it has waited for them.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   using Tiles = tile::DqTiles;
@@ -363,34 +365,35 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
   for_each_work(shared, [&](const BackwardWork& work) {
     const bool ordered = params.turn != nullptr;
     if (C.dq_direct() && !ordered) return;
+    int seen = -1;  // of the step's turn
 #pragma unroll 1
-    for (Steps at(params, work); at.more(); at.next()) {
+    for (Steps at(params, work); at.more();) {
       // Found again rather than kept. Tiles of queries, of all heads, are fewer than 2^31.
       const auto turn = [&] {
         const auto tiles =
             static_cast<unsigned>(count_tiles(params.batch, params.rows_q, params.packed(), C.block_m));
-        return params.turn + ptx::opaque(at.h) * tiles +
-               first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) + at.m_block;
+        return ptx::opaque(at.h) * tiles + first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) +
+               at.m_block;
       };
       if (ordered) {
         const int mine = turn_of<C>(all, work, at.m_block);
-        while (ptx::load_acquire(turn()) != mine) {
-        }
-        ptx::admit_global();
+        while (seen != mine) seen = ptx::load_acquire(params.turn + turn());
+        if constexpr (!C.dq_direct()) ptx::admit_global();
       }
       if constexpr (C.dq_direct()) {
         __syncwarp();
-        release(shared.dq_there.empty);
-        ptx::wait(shared.dq_there.full, at.step() % 2);
+        release(shared.dq_there[0].empty);
+        ptx::wait(shared.dq_there[0].full, at.step() % 2);
       } else {
-        ptx::wait(shared.dq_there.full, at.step() % 2);
+        const auto place = [&] { return ring_at<C.dq_stages()>(at.step()); };
+        ptx::wait(shared.dq_there[place().stage].full, place().parity);
         ptx::publish_shared();
         const int lane = ptx::thread_index() % 32, warp = lane % 4, group = lane / 4;
         const int first_query = at.m_block * C.block_m;
         const DqPart<C> part(params, group, warp);
         if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
           // First what is known of the lane: it is three registers then.
-          const unsigned from = ptx::opaque(ptx::shared_address(shared.dq[group][warp][part.overlap]));
+          const unsigned from = ptx::opaque(ptx::shared_address(shared.dq[place().stage][group][warp][part.overlap]));
           const int bytes = ptx::opaque(part.tiles * Tiles::size * 4),
                     offset = ptx::opaque(part.offset(params));
           ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + offset, from,
@@ -399,14 +402,19 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();  // until it has been read
         __syncwarp();
-        release(shared.dq_there.empty);
+        release(shared.dq_there[place().stage].empty);
       }
-      if (ordered) {
-        ptx::wait_bulk();
-        __threadfence();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::store_release(turn(), ptx::load_acquire(turn()) + 1);
+      if (!ordered) {
+        at.next();
+        continue;
       }
+      const unsigned added = ptx::opaque(turn());
+      at.next();
+      if (at.more()) seen = ptx::load_relaxed(params.turn + turn());
+      if constexpr (!C.dq_direct()) ptx::wait_bulk<0>();
+      __syncwarp();
+      ptx::fence();
+      if (threadIdx.x % 32 == 0) ptx::add_relaxed(params.turn + added, 1);
     }
   });
 }
@@ -469,8 +477,7 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
     init(shared.q_there, 1, warps);
     init(shared.dout_there, 1, warps);
     init(shared.rows_there, 32 + 1, warps);
-    shared.dq_there.full.init(warps);
-    shared.dq_there.empty.init(1);
+    init(shared.dq_there, warps, 1);
     shared.p_there.full.init(4);
     shared.p_there.empty.init(4);
     init(shared.ds_there, 4, warps);

@@ -96,6 +96,12 @@ struct Sm90BackwardConfig {
   [[nodiscard]] constexpr bool wide() const { return head_dim > 128 || head_dim_v > 128; }
   // Then dq is added from registers, for shared memory has no room for it.
   [[nodiscard]] constexpr bool dq_direct() const { return wide(); }
+  // Buffers of ds, and of dq on its way to memory. The copy engine takes most of a step to read dq: it has two
+  // where ds, which only dq's product reads then, is free early enough to have one; unless registers are
+  // scarce.
+  [[nodiscard]] constexpr bool two_dqs() const { return !wide() && ds_in_registers && dv_parts > 0; }
+  [[nodiscard]] constexpr int dq_stages() const { return two_dqs() ? 2 : 1; }
+  [[nodiscard]] constexpr int ds_stages() const { return two_dqs() ? 1 : 2; }
   // Buffers of lse, delta and where dq lies, which is needed a step later.
   [[nodiscard]] constexpr int row_stages() const { return dq_direct() ? 3 : 2; }
   [[nodiscard]] constexpr int consumers() const { return wide() ? 2 : block_n / 64; }

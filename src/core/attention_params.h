@@ -200,8 +200,33 @@ struct Sm90ForwardParams : Sm90Params {
   bool o_by_tma;  // o has a map
 };
 
+// Which block of keys gets which number, where sums of dq have an order. A list is the blocks of a key head,
+// of one batch entry unless they are packed: one after the other, from those that add first. Each follows the
+// one before it through the queries, and has to be behind it. So numbers go to `beside` lists in turn: who
+// begins at the same time as another then has another list, and blocks of a list begin one after the other.
+// Within a list numbers rise: each waits for smaller ones only.
+struct KeyOrder {
+  unsigned length, lists;
+  unsigned beside;  // at least 1
+
+  // In lists one after the other. Numbers behind the last stay there.
+  [[nodiscard]] TESSERA_HD constexpr unsigned place(unsigned number) const {
+    if (number >= length * lists) return number;
+    const unsigned first = number / (length * beside) * beside;
+    const unsigned rest = number - first * length;
+    const unsigned here = lists - first < beside ? lists - first : beside;
+    return (first + rest % here) * length + rest / here;
+  }
+  // How many blocks of keys add to a block of queries before this one: the last that it sees is the first.
+  [[nodiscard]] static TESSERA_HD int turn(const NarrowMask& mask, int first_query, int past_query,
+                                           int n_block, int block_n) {
+    return (mask.keys_of_any({first_query, past_query}).end - 1) / block_n - n_block;
+  }
+};
+
 struct Sm90BackwardParams : Sm90Params {
   TensorMap q, k, v, dout;
+  KeyOrder order;
 };
 
 [[nodiscard]] TESSERA_HD constexpr int tiles_of(int size, int tile) {

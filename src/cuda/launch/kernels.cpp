@@ -193,6 +193,7 @@ Status run_backward_sm90(const Context& context, const Problem& problem, void* w
                       [&](Stage& stage, const AttentionParams& params) {
                         Sm90BackwardParams all{};
                         static_cast<Sm90Params&>(all) = sm90_params(problem, params);
+                        all.order = key_order(config, problem, limits_of(context.facts()));
                         if (!only_load && backward_tiles(config, problem) > 0) {
                           if (Status status = fill_maps(config, problem, all); !status.ok()) return status;
                         }

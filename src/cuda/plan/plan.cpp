@@ -298,14 +298,15 @@ int shared_of(const BackwardConfig& c) {
   return (((keys + queries * c.stages + passed) * 2 + rest) + 127) / 128 * 128;
 }
 int shared_of(const Sm90BackwardConfig& c) {
-  constexpr int ds_stages = 2, facts = 48, work_stages = 4, work = 64;
+  constexpr int facts = 48, work_stages = 4, work = 64;
   const int keys = c.block_n * (c.head_dim + c.head_dim_v);
   const int queries = c.block_m * (c.q_stages * c.head_dim + c.dout_stages * c.head_dim_v);
-  const int ds = ds_stages * c.block_m * c.block_n, dq = c.dq_direct() ? 0 : c.consumers() * 64 * c.dq_cols();
+  const int ds = c.ds_stages() * c.block_m * c.block_n;
+  const int dq = c.dq_direct() ? 0 : c.dq_stages() * c.consumers() * 64 * c.dq_cols();
   const int p = c.wide() ? c.block_m * c.block_n : 0;
   const int rows = c.row_stages() * (2 * c.block_m * 4 + facts);
   const int barriers =
-      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + 1 + 1 + ds_stages) * 2 * 8;
+      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + c.dq_stages() + 1 + c.ds_stages()) * 2 * 8;
   return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + work_stages * work + barriers + 1023) / 1024 *
          1024;
 }
@@ -504,6 +505,18 @@ std::int64_t blocks_of(const BackwardConfig& config, const Problem& problem) {
 }
 std::int64_t backward_tiles(const Sm90BackwardConfig& config, const Problem& problem) {
   return problem.rows_k == 0 ? 0 : tiles_k(problem, config.block_n) * problem.num_heads_k;
+}
+KeyOrder key_order(const Sm90BackwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
+  if (backward_tiles(config, problem) == 0) return {1, 0, 1};
+  const std::int64_t lists = (problem.packed ? 1 : problem.batch) * problem.num_heads_k;
+  // Blocks of threads that are at the same sequence and head follow one another in the time that one addition
+  // takes, and the last has to wait for all of them at first: so twice as many lists as would fill the
+  // device.
+  const std::int64_t blocks = ceil_div(
+      problem.rows_k, config.block_n * (problem.packed ? std::max<std::int64_t>(problem.batch, 1) : 1));
+  const std::int64_t beside = std::clamp<std::int64_t>(2 * limits.multiprocessors / blocks, 1, lists);
+  return {static_cast<unsigned>(backward_tiles(config, problem) / lists), static_cast<unsigned>(lists),
+          static_cast<unsigned>(beside)};
 }
 std::int64_t blocks_of(const Sm90BackwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
   return std::min<std::int64_t>(backward_tiles(config, problem), limits.multiprocessors);

@@ -98,8 +98,10 @@ struct SmallConfig {
 [[nodiscard]] TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem,
                                    const DeviceLimits& limits);
 
-// Blocks of keys, of all heads, that the blocks share out.
+// Blocks of keys, of all heads, that the blocks share out, and in which order where that matters.
 [[nodiscard]] std::int64_t backward_tiles(const Sm90BackwardConfig& config, const Problem& problem);
+[[nodiscard]] KeyOrder key_order(const Sm90BackwardConfig& config, const Problem& problem,
+                                 const DeviceLimits& limits);
 
 // Backward's workspace, in bytes from its start.
 struct BackwardWorkspace {
