@@ -58,12 +58,14 @@ struct KeyCopy {
   const tile::HalfBits* base;  // of the head
   long long batch, seq;
   int valid_cols;
+  unsigned long long policy;
 
   __device__ KeyCopy(const RowsArg& from, int head, int width)
       : base(static_cast<const tile::HalfBits*>(from.data) + head * from.head),
         batch(from.batch),
         seq(from.seq),
-        valid_cols(width) {}
+        valid_cols(width),
+        policy(ptx::read_once()) {}
 
   // paged: each row by its lane's place; else `place` is the first row's, and `rows` are there.
   __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
@@ -77,7 +79,7 @@ struct KeyCopy {
         const unsigned target =
             address + at * Tile::row_bytes + (((piece + g * group) ^ Tile::permutation(at)) << 4);
         if constexpr (C.aligned) {
-          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0);
+          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0, policy);
         } else {
           ptx::store(target, tile::gather<C.type>({source, 0, false}, col, valid));
         }
