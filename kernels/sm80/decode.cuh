@@ -330,6 +330,60 @@ struct WarpKeys {
   int begin, end;
 };
 
+// What a block has to do, as the lengths are now.
+struct DecodeWork {
+  tile::DecodeTile tile;
+  int split;
+  DecodeBlocks blocks{1, 0};  // of the tile
+  int warps = 0;              // that have parts
+  WarpKeys keys{};            // of this warp
+
+  __device__ __forceinline__ DecodeWork(const DecodeParams& params, int block_warps)
+      : tile(tile::find_decode_tile(params, params.most_splits.quotient(ptx::block_index()))),
+        split(params.most_splits.remainder(ptx::block_index())) {
+    if (tile.queries == 0) return;
+    const Mask mask = params.mask(tile.sequence);
+    const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
+    const Range seen = mask.keys_of_any({0, tile.sequence.seqlen_q});
+    const DecodeSplits splits = params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()));
+    blocks = params.blocks_of(splits);
+    if (none()) return;
+    // The warp's keys that some query of the tile sees.
+    const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
+    const int first_part = split * block_warps * blocks.parts;
+    warps = min(block_warps, (splits.count - first_part + blocks.parts - 1) / blocks.parts);
+    const int part = first_part + ptx::warp_index() * blocks.parts;
+    keys.part_keys = splits.keys;
+    keys.parts = min(blocks.parts, splits.count - part);
+    const long long from = seen.begin + 1LL * part * splits.keys;
+    const long long past = from + 1LL * max(keys.parts, 0) * splits.keys;
+    keys.first = static_cast<int>(min(from, seen.end));
+    keys.begin = static_cast<int>(max(own.begin, from));
+    keys.end = static_cast<int>(min(own.end, min(seen.end, past)));
+  }
+  [[nodiscard]] __device__ __forceinline__ bool none() const { return split >= blocks.count; }
+};
+
+// Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little to
+// do. Lengths and pages may be about to change: then that was for nothing. Nothing is read here but them.
+template <DecodeConfig C>
+__device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work) {
+  const AttentionParams& a = params.attention;
+  const WarpKeys& keys = work.keys;
+  if (work.none() || keys.begin >= keys.end) return;
+  const int first = keys.begin - (keys.begin - keys.first) % C.keys;
+  const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
+    const auto* row = static_cast<const tile::HalfBits*>(rows.data) + work.tile.head_k * rows.head +
+                      (at.block * rows.batch + at.slot * rows.seq);
+    for (int col = 0; col < width; col += 64) ptx::prefetch(row + col);  // lines of 128 bytes
+  };
+  for (int i = threadIdx.x % 32; i < (C.stages - 1) * C.keys && first + i < keys.end; i += 32) {
+    const DecodeParams::Slot at = params.slot(work.tile.b, work.tile.sequence.k_begin + first + i);
+    ask(a.k, at, a.head_dim);
+    ask(a.v, at, a.head_dim_v);
+  }
+}
+
 // One warp's keys. Without parts nothing is known of `state`.
 template <DecodeConfig C, int n, int mv>
 __device__ __forceinline__ void attend(const DecodeParams& params, const tile::DecodeTile& tile,
@@ -506,19 +560,17 @@ __device__ void decode(const DecodeParams& params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
 
-  ptx::let_next_begin();
+#if __CUDA_ARCH__ >= 900
+  if (!params.attention.packed()) ask_early<C>(params, DecodeWork(params, C.warps));
+#endif
   ptx::wait_for_earlier();
+  ptx::let_next_begin();  // which may look at lengths at once
   const AttentionParams& a = params.attention;
-  const unsigned number = params.most_splits.quotient(ptx::block_index());
-  const int split = params.most_splits.remainder(ptx::block_index());
-  const tile::DecodeTile tile = tile::find_decode_tile(params, number);
-  if (tile.queries == 0) return;
-  const Mask mask = params.mask(tile.sequence);
-  const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
-  const Range seen = mask.keys_of_any({0, tile.sequence.seqlen_q});
-  const DecodeSplits splits = params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()));
-  const DecodeBlocks blocks = params.blocks_of(splits);
-  if (split >= blocks.count) return;  // a cluster's barrier does not wait for those who have left
+  const DecodeWork work(params, C.warps);
+  if (work.none()) return;  // a cluster's barrier does not wait for those who have left
+  const tile::DecodeTile& tile = work.tile;
+  const DecodeBlocks& blocks = work.blocks;
+  const int split = work.split, warps = work.warps;
 
 #if __CUDA_ARCH__ >= 900
   if constexpr (C.cluster > 1) {
@@ -526,22 +578,8 @@ __device__ void decode(const DecodeParams& params) {
   }
 #endif
 
-  // The warp's keys that some query of the tile sees.
-  const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
-  const int first_part = split * C.warps * blocks.parts;
-  const int warps = min(C.warps, (splits.count - first_part + blocks.parts - 1) / blocks.parts);
-  const int part = first_part + ptx::warp_index() * blocks.parts;
-  WarpKeys keys;
-  keys.part_keys = splits.keys;
-  keys.parts = min(blocks.parts, splits.count - part);
-  const long long from = seen.begin + 1LL * part * splits.keys;
-  const long long past = from + 1LL * max(keys.parts, 0) * splits.keys;
-  keys.first = static_cast<int>(min(from, seen.end));
-  keys.begin = static_cast<int>(max(own.begin, from));
-  keys.end = static_cast<int>(min(own.end, min(seen.end, past)));
-
   DecodeState<n, mv> state;
-  attend<C>(params, tile, shared, keys, state);
+  attend<C>(params, tile, shared, work.keys, state);
   publish<C>(shared, state, warps);
   const auto join_warps = [&](float4& o, int r, int col) {
     return tile::join_tree<C.warps>(
