@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_async(unsigned address, const void* from, i
 // What is read once: the L2 cache lets go of it first.
 [[nodiscard]] __device__ __forceinline__ unsigned long long read_once() {
   unsigned long long policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ void copy_async(unsigned address, const void* from, int valid,
