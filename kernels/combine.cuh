@@ -11,21 +11,21 @@ namespace tessera {
 template <Half type, int threads>
 __device__ void combine(const DecodeParams& params) {
   ptx::let_next_begin();
-  ptx::wait_for_earlier();
+  // The main kernel had waited for the lengths before it let this one begin.
   const AttentionParams& a = params.attention;
   const unsigned number = ptx::block_index() * (threads / 32) + threadIdx.x / 32;
   const unsigned tile_number = number / params.partial_rows,
                  sequence_tile = params.head_tiles_k.quotient(tile_number);
-  const int r = number % params.partial_rows, b = params.split_tiles.quotient(sequence_tile);
-  if (b >= a.batch) return;
+  const int r = number % params.partial_rows;
+  const int b = min(static_cast<int>(params.split_tiles.quotient(sequence_tile)), a.batch);
   const tile::DecodeTile tile(params, b, params.split_tiles.remainder(sequence_tile),
                               params.head_tiles_k.remainder(tile_number));
   const auto [query, h, there] = tile.row(params, r);
-  if (!there) return;
   const int seqlen_q = tile.sequence.seqlen_q;
   const int seen = static_cast<int>(params.mask(tile.sequence).keys_of_any({0, seqlen_q}).size());
   const int count = params.blocks_of(params.splits(seqlen_q, seen)).count;
-  if (count == 1) return;                // its block has written o
+  ptx::wait_for_earlier();  // all threads, or this kernel could end before the main one
+  if (b == a.batch || !there || count == 1) return;  // 1: its block has written o
   constexpr int parts = 16, levels = 3;  // parts at a time; DecodeParams::most_blocks = parts << levels
   static_assert(parts << levels == DecodeParams::most_blocks);
   const int lane = threadIdx.x % 32;

@@ -77,6 +77,17 @@ __device__ __forceinline__ void copy_async(unsigned address, const void* from, i
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
                "r"(valid));
 }
+// What is read once: the L2 cache lets go of it first.
+[[nodiscard]] __device__ __forceinline__ unsigned long long read_once() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_async(unsigned address, const void* from, int valid,
+                                           unsigned long long policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(address),
+               "l"(from), "r"(valid), "l"(policy));
+}
 __device__ __forceinline__ void store(unsigned address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
                "r"(x.w));

@@ -84,16 +84,19 @@ struct KeyCopy {
   static constexpr int group = (Tile::pieces & -Tile::pieces) < 32 ? Tile::pieces & -Tile::pieces : 32;
   static constexpr int groups = Tile::pieces / group, row_step = 32 / group;
   static_assert(C.keys % row_step == 0);
+  static constexpr bool hints = C.block_m * C.head_dim_v <= 2048;  // else there are no registers for them
 
   const Bits* base;  // of the head
   long long batch, seq;
   int valid_cols;
+  unsigned long long policy;
 
   __device__ KeyCopy(const RowsArg& from, int head, int width)
       : base(static_cast<const Bits*>(from.data) + head * from.head),
         batch(from.batch),
         seq(from.seq),
-        valid_cols(width) {}
+        valid_cols(width),
+        policy(ptx::read_once()) {}
 
   // paged: each row by its lane's place; else `place` is the first row's, and `rows` are there.
   __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
@@ -107,7 +110,9 @@ struct KeyCopy {
         const int valid = there ? valid_cols - col : 0;
         const unsigned target =
             address + at * Tile::row_bytes + (((piece + g * group) ^ Tile::permutation(at)) << 4);
-        if constexpr (C.aligned) {
+        if constexpr (C.aligned && hints) {
+          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0, policy);
+        } else if constexpr (C.aligned) {
           ptx::copy_async(target, source + col, valid > 0 ? 16 : 0);
         } else if constexpr (C.narrow()) {
           ptx::store(target, gather_bytes(source + col, valid));
@@ -406,6 +411,67 @@ struct WarpKeys {
   int begin, end;
 };
 
+// What a block has to do, as the lengths are now.
+struct DecodeWork {
+  tile::DecodeTile tile;
+  int split;
+  Mask mask;
+  Range seen;  // by any query of the sequence
+  DecodeSplits splits;
+  DecodeBlocks blocks;  // of the tile
+
+  __device__ __forceinline__ explicit DecodeWork(const DecodeParams& params)
+      : tile(tile::find_decode_tile(params, params.most_splits.quotient(ptx::block_index()))),
+        split(params.most_splits.remainder(ptx::block_index())),
+        mask(params.mask(tile.sequence)),
+        seen(mask.keys_of_any({0, tile.sequence.seqlen_q})),
+        splits(params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()))),
+        blocks(params.blocks_of(splits)) {}
+  [[nodiscard]] __device__ __forceinline__ bool none() const {
+    return tile.queries == 0 || split >= blocks.count;
+  }
+  // Of the block's warps those that have parts.
+  [[nodiscard]] __device__ __forceinline__ int warps(int all) const {
+    return min(all, (splits.count - split * all * blocks.parts + blocks.parts - 1) / blocks.parts);
+  }
+  // The warp's keys that some query of the tile sees.
+  [[nodiscard]] __device__ __forceinline__ WarpKeys keys(int all_warps) const {
+    const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
+    const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
+    const int part = (split * all_warps + ptx::warp_index()) * blocks.parts;
+    WarpKeys keys;
+    keys.part_keys = splits.keys;
+    keys.parts = min(blocks.parts, splits.count - part);
+    const long long from = seen.begin + 1LL * part * splits.keys;
+    const long long past = from + 1LL * max(keys.parts, 0) * splits.keys;
+    keys.first = static_cast<int>(min(from, seen.end));
+    keys.begin = static_cast<int>(max(own.begin, from));
+    keys.end = static_cast<int>(min(own.end, min(seen.end, past)));
+    return keys;
+  }
+};
+
+// Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
+// to do. Lengths may be about to change: then that was for nothing. Nothing is read here but them.
+template <DecodeConfig C>
+__device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work) {
+  const AttentionParams& a = params.attention;
+  if (work.none()) return;
+  const WarpKeys keys = work.keys(C.warps);
+  if (keys.begin >= keys.end) return;
+  const int first = keys.begin - (keys.begin - keys.first) % C.keys;
+  const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
+    const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) + work.tile.head_k * rows.head +
+                      (at.block * rows.batch + at.slot * rows.seq);
+    for (int col = 0; col < width; col += 128 / C.number_bytes()) ptx::prefetch(row + col);  // lines
+  };
+  for (int i = threadIdx.x % 32; i < (C.stages - 1) * C.keys && first + i < keys.end; i += 32) {
+    const DecodeParams::Slot at = params.slot(work.tile.b, work.tile.sequence.k_begin + first + i);
+    ask(a.k, at, a.head_dim);
+    ask(a.v, at, a.head_dim_v);
+  }
+}
+
 // One warp's keys. Without parts nothing is known of `state`.
 template <DecodeConfig C, int n, int mv>
 __device__ __forceinline__ void attend(const DecodeParams& params, const tile::DecodeTile& tile,
@@ -496,8 +562,9 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
     for (int j = 0; j < n; ++j) tile::multiply_add<C.product()>(to[j], k, q[d][j][0], q[d][j][1]);
   };
 
-  DecodeState<n, mv>
-      waiting[C.levels > 0 ? C.levels : 1];  // the left ones of pairs, by how many parts they have
+  // The left ones of pairs, by how many parts they have: those that wait long not in registers.
+  constexpr int near = C.levels < 3 ? C.levels : 2, far = C.levels - near;
+  DecodeState<n, mv> waiting[near > 0 ? near : 1], waiting_far[far > 0 ? far : 1];
   int stage = 0, step = first_step;
 #pragma unroll 1
   for (int part = 0; part < keys.parts; ++part) {
@@ -578,16 +645,20 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
     }
     state.close();
     bool climbs = true;  // no break: the loop must be unrolled, for registers
-#pragma unroll
-    for (int level = 0; level < C.levels; ++level) {
-      if (!climbs) continue;
+    const auto climb = [&](int level, DecodeState<n, mv>& left) {
       if ((part >> level & 1) != 0) {
-        state.join(waiting[level]);
+        state.join(left);
       } else if (part + 1 < keys.parts) {
-        waiting[level] = state;
+        left = state;
         climbs = false;
       }
+    };
+#pragma unroll
+    for (int level = 0; level < near; ++level) {
+      if (climbs) climb(level, waiting[level]);
     }
+#pragma unroll 1
+    for (int level = near; level < C.levels && climbs; ++level) climb(level, waiting_far[level - near]);
   }
 }
 
@@ -628,19 +699,19 @@ __device__ void decode(const DecodeParams& params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
 
-  ptx::let_next_begin();
+#if __CUDA_ARCH__ >= 900
+  if constexpr (C.levels > 0) {  // else there are no registers for it
+    if (!params.attention.packed() && params.page_table == nullptr) ask_early<C>(params, DecodeWork(params));
+  }
+#endif
   ptx::wait_for_earlier();
+  ptx::let_next_begin();  // which may look at lengths at once
   const AttentionParams& a = params.attention;
-  const unsigned number = params.most_splits.quotient(ptx::block_index());
-  const int split = params.most_splits.remainder(ptx::block_index());
-  const tile::DecodeTile tile = tile::find_decode_tile(params, number);
-  if (tile.queries == 0) return;
-  const Mask mask = params.mask(tile.sequence);
-  const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
-  const Range seen = mask.keys_of_any({0, tile.sequence.seqlen_q});
-  const DecodeSplits splits = params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()));
-  const DecodeBlocks blocks = params.blocks_of(splits);
-  if (split >= blocks.count) return;  // a cluster's barrier does not wait for those who have left
+  const DecodeWork work(params);
+  if (work.none()) return;  // a cluster's barrier does not wait for those who have left
+  const tile::DecodeTile& tile = work.tile;
+  const DecodeBlocks& blocks = work.blocks;
+  const int split = work.split, warps = work.warps(C.warps);
 
 #if __CUDA_ARCH__ >= 900
   if constexpr (C.cluster > 1) {
@@ -648,22 +719,8 @@ __device__ void decode(const DecodeParams& params) {
   }
 #endif
 
-  // The warp's keys that some query of the tile sees.
-  const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
-  const int first_part = split * C.warps * blocks.parts;
-  const int warps = min(C.warps, (splits.count - first_part + blocks.parts - 1) / blocks.parts);
-  const int part = first_part + ptx::warp_index() * blocks.parts;
-  WarpKeys keys;
-  keys.part_keys = splits.keys;
-  keys.parts = min(blocks.parts, splits.count - part);
-  const long long from = seen.begin + 1LL * part * splits.keys;
-  const long long past = from + 1LL * max(keys.parts, 0) * splits.keys;
-  keys.first = static_cast<int>(min(from, seen.end));
-  keys.begin = static_cast<int>(max(own.begin, from));
-  keys.end = static_cast<int>(min(own.end, min(seen.end, past)));
-
   DecodeState<n, mv> state;
-  attend<C>(params, tile, shared, keys, state);
+  attend<C>(params, tile, shared, work.keys(C.warps), state);
   publish<C>(shared, state, warps);
   const auto join_warps = [&](float4& o, int r, int col) {
     return tile::join_tree<C.warps>(

@@ -80,26 +80,30 @@ struct DecodeParams {
   int partial_rows, partial_cols;
   float *o_partial, *state_partial;
 
+  // A length as it is now, past the cache of a multiprocessor: kernels look at them before the ones before them
+  // have ended, and again then. Pages are read only then, and often: they may be cached.
+  [[nodiscard]] static TESSERA_HD int now(const int& x) { return *static_cast<const volatile int*>(&x); }
+
   // Lengths on a GPU cannot be validated: whatever they are, nothing outside the tensors is touched.
   [[nodiscard]] TESSERA_HD DecodeSequence sequence(int b) const {
     const AttentionParams& a = attention;
     DecodeSequence s{0, a.rows_q, 0, 0, 0, 0, 0, 0};
     const auto clamp = [](int x, int low, int high) { return AttentionParams::clamp(x, low, high); };
     if (a.packed()) {
-      s.q_begin = clamp(a.cu_seqlens_q[b], 0, a.rows_q);
+      s.q_begin = clamp(now(a.cu_seqlens_q[b]), 0, a.rows_q);
       s.allocated_q =
-          (b == a.batch ? a.rows_q : clamp(a.cu_seqlens_q[b + 1], s.q_begin, a.rows_q)) - s.q_begin;
+          (b == a.batch ? a.rows_q : clamp(now(a.cu_seqlens_q[b + 1]), s.q_begin, a.rows_q)) - s.q_begin;
     }
     if (b == a.batch) return s;  // the rows behind the last
     s.seqlen_q = s.allocated_q;
-    s.before = clamp(seqlens[b], 0, a.rows_k);
+    s.before = clamp(now(seqlens[b]), 0, a.rows_k);
     s.seqlen_new = rows_new;
     if (rows_new > 0 && a.packed()) {
-      s.new_begin = clamp(a.cu_seqlens_k[b], 0, rows_new);
-      s.seqlen_new = clamp(a.cu_seqlens_k[b + 1], s.new_begin, rows_new) - s.new_begin;
+      s.new_begin = clamp(now(a.cu_seqlens_k[b]), 0, rows_new);
+      s.seqlen_new = clamp(now(a.cu_seqlens_k[b + 1]), s.new_begin, rows_new) - s.new_begin;
     }
     s.seqlen_new = clamp(s.seqlen_new, 0, a.rows_k - s.before);
-    s.k_begin = leftpad == nullptr ? 0 : clamp(leftpad[b], 0, s.before);
+    s.k_begin = leftpad == nullptr ? 0 : clamp(now(leftpad[b]), 0, s.before);
     s.seqlen_k = clamp(s.before + s.seqlen_new - s.k_begin, 0, max_seqlen_k);
     return s;
   }
@@ -133,7 +137,7 @@ struct DecodeParams {
   };
   [[nodiscard]] TESSERA_HD Slot slot(int b, int s) const {
     if (page_table == nullptr)
-      return {batch_idx == nullptr ? b : AttentionParams::clamp(batch_idx[b], 0, blocks - 1), s};
+      return {batch_idx == nullptr ? b : AttentionParams::clamp(now(batch_idx[b]), 0, blocks - 1), s};
     const unsigned page = page_size.quotient(static_cast<unsigned>(s));
     return {AttentionParams::clamp(page_table[b * page_table_row + page], 0, blocks - 1),
             static_cast<int>(page_size.remainder(static_cast<unsigned>(s)))};

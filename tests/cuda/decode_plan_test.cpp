@@ -96,11 +96,13 @@ TEST(DecodePlan, ALargeBatchHasFewBlocksOfASequence) {
     EXPECT_EQ(alone.splits(1, keys).keys, many.splits(1, keys).keys);
     EXPECT_EQ(alone.splits(1, keys).count, many.splits(1, keys).count);
   }
-  EXPECT_EQ(alone.blocks_of(alone.splits(1, 8192)).count, 32);
-  EXPECT_EQ(many.blocks_of(many.splits(1, 8192)).count, 4);
-  // Short for what there is room for: all blocks have some.
-  EXPECT_EQ(many.blocks_of(many.splits(1, 1024)).count, 4);
-  EXPECT_EQ(many.blocks_of(many.splits(1, 64)).count, 1);
+  EXPECT_EQ(alone.blocks_of(alone.splits(1, 8192)).count, 16);
+  EXPECT_EQ(many.blocks_of(many.splits(1, 8192)).count, 1);
+  // Of a few sequences each has several blocks. Short for what there is room for: all of them have some.
+  const DecodeParams few = params_of(8);
+  EXPECT_EQ(few.blocks_of(few.splits(1, 8192)).count, 4);
+  EXPECT_EQ(few.blocks_of(few.splits(1, 1024)).count, 4);
+  EXPECT_EQ(few.blocks_of(few.splits(1, 64)).count, 1);
 }
 
 // Whatever the lengths, the workspace has room for the rows of every split.
@@ -126,14 +128,16 @@ TEST(DecodePlan, TheWorkspaceHasRoomForEverySplit) {
   }
 }
 
-TEST(DecodePlan, ClustersWhereTheSplitsFitOne) {
-  const Problem p = problem_of(1, 32, 8, 1, 65536);
+TEST(DecodePlan, ClustersForAFewShortSequences) {
+  const Problem p = problem_of(1, 32, 8, 1, 2048);
   const DecodeConfig config = decode_config(hopper, p, true);
-  EXPECT_EQ(config.cluster, 16);
+  EXPECT_EQ(config.cluster, 8);
   EXPECT_EQ(decode_workspace(config, p).end, 0);
   EXPECT_EQ(combine_blocks(config, p), 0);
   EXPECT_EQ(blocks_of(config, p) % config.cluster, 0);
-  const Problem many = problem_of(8, 32, 8, 1, 65536);  // more blocks than multiprocessors
+  const Problem long_one = problem_of(1, 32, 8, 1, 2049);
+  EXPECT_EQ(decode_config(hopper, long_one, true).cluster, 1);
+  const Problem many = problem_of(8, 32, 8, 1, 2048);  // more blocks than multiprocessors
   EXPECT_EQ(decode_config(hopper, many, true).cluster, 1);
   const Problem brief = problem_of(1, 32, 8, 1, 64);
   EXPECT_EQ(decode_config(hopper, brief, true).cluster, 1);

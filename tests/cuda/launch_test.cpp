@@ -184,11 +184,11 @@ TEST_F(HopperLaunch, DecodeJoinsItsSplitsInOneLaunchOrInTwo) {
     EXPECT_EQ(fake_driver().early, fake_driver().launches);
     return fake_driver().launches;
   };
-  Decode call = decode_of(1, 65536, 1);
+  Decode call = decode_of(1, 2048, 1);
   EXPECT_EQ(call.workspace.bytes, 0u);
   EXPECT_EQ(launches_of(call), 1);
   EXPECT_EQ(last_kernel(), "cuda_sm90");
-  EXPECT_EQ(fake_driver().blocks, 128U);
+  EXPECT_EQ(fake_driver().blocks, 64U);
   EXPECT_EQ(fake_driver().threads, 128U);
 
   call.options.kernel = "cuda_sm80";

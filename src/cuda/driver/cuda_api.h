@@ -42,7 +42,6 @@ inline constexpr int max_shared_memory_per_block_optin = 97;
 
 // CUfunction_attribute
 inline constexpr int max_dynamic_shared_size_bytes = 8;
-inline constexpr int non_portable_cluster_size_allowed = 14;
 
 // CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion and -FloatOOBfill
 inline constexpr int tensor_map_uint16 = 1;

@@ -116,8 +116,6 @@ struct LoadedKernel {
 // (kernels/ptx/launch.cuh), which takes compute capability 9.0.
 [[nodiscard]] Status launch(const LoadedKernel& kernel, unsigned blocks, unsigned threads, int dynamic_shared,
                             void* stream, const void* params, bool early = false);
-// Before a kernel whose clusters have more than 8 blocks is launched.
-[[nodiscard]] Status allow_large_clusters(const LoadedKernel& kernel);
 // Blocks of the kernel that fit a multiprocessor at once.
 [[nodiscard]] Result<int> occupancy(const LoadedKernel& kernel, int threads, int dynamic_shared);
 

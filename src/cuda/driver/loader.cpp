@@ -292,15 +292,6 @@ Status launch(const LoadedKernel& kernel, unsigned blocks, unsigned threads, int
                      " bytes of dynamic shared memory");
 }
 
-Status allow_large_clusters(const LoadedKernel& kernel) {
-  const Result<const CudaApi*> api = cuda_api();
-  if (!api.ok()) return api.status();
-  const RelaxedCapture relaxed(*api.value());
-  const CuResult result =
-      api.value()->func_set_attribute(kernel.function, cu::non_portable_cluster_size_allowed, 1);
-  return checked(*api.value(), result, "large clusters of " + kernel.name);
-}
-
 Result<int> occupancy(const LoadedKernel& kernel, int threads, int dynamic_shared) {
   const Result<const CudaApi*> api = cuda_api();
   if (!api.ok()) return api.status();

@@ -114,21 +114,12 @@ class Stage {
   }
 
  private:
-  static bool has_large_clusters(const DecodeConfig& config) { return config.cluster > 8; }
-  template <class Config>
-  static bool has_large_clusters(const Config&) {
-    return false;
-  }
-
   template <class Config, class Params>
   Status run(const Config& config, const Params& params, std::int64_t blocks) {
     if (blocks == 0 && !only_load_) return {};
     const Result<const LoadedKernel*> kernel =
         load(context_, kernel_name(config), shared_of(config), [&] { return program_text(config); });
     if (!kernel.ok() || only_load_) return kernel.status();
-    if (has_large_clusters(config)) {
-      if (Status status = allow_large_clusters(*kernel.value()); !status.ok()) return status;
-    }
     // Decode's kernels wait for what is before them by themselves.
     const bool early = problem_.direction == Direction::decode && context_.facts().arch >= 90;
     return launch(*kernel.value(), static_cast<unsigned>(blocks), static_cast<unsigned>(threads_of(config)),

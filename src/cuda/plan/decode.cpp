@@ -9,9 +9,10 @@ namespace {
 
 // Parts of a sequence: multiples of a step's keys, so many that a sequence alone fills a GPU with a part for
 // each warp, whatever the number of its key heads. kernels/sm80/NOTES.md has the measurements.
-constexpr std::int64_t split_fewest = 16, split_rows = 256;
-constexpr std::int64_t fewest_parts = 32, parts_of_all_heads = 1024;
+constexpr std::int64_t split_fewest = 32, split_rows = 256;
+constexpr std::int64_t fewest_parts = 32, parts_of_all_heads = 512;
 constexpr std::int64_t enough_blocks = 240;   // for a GPU; a block takes more parts only where there are more
+constexpr std::int64_t cluster_keys = 64;     // of a warp: with more, all multiprocessors count for more
 constexpr std::int64_t workspace_step = 256;  // bytes
 
 Stored stored_of(const Problem& problem) {
@@ -44,13 +45,11 @@ DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem) {
                                                     problem.packed, static_cast<int>(cut.queries));
   const std::int64_t most_parts = DecodeParams::most_blocks * config.warps;
   const std::int64_t given = std::min<std::int64_t>(problem.cache.num_splits, DecodeParams::most_blocks);
-  // Parts that no warp joins are larger, and fewer.
-  const bool joins = config.levels > 0;
-  const std::int64_t all = joins ? parts_of_all_heads : parts_of_all_heads / 2;
-  const std::int64_t automatic =
-      std::clamp(all / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
-  cut.rule = {config.keys, std::max<std::int64_t>(joins ? split_fewest : 4 * split_fewest, config.keys),
-              automatic};
+  const std::int64_t automatic = std::clamp(
+      parts_of_all_heads / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
+  // Parts that no warp joins are larger.
+  const std::int64_t fewest = config.levels > 0 ? split_fewest : 2 * split_fewest;
+  cut.rule = {config.keys, std::max<std::int64_t>(fewest, config.keys), automatic};
   cut.given_parts = given * config.warps;
   cut.split_queries = given > 0 ? longest : std::min(longest, std::max<std::int64_t>(split_rows / group, 1));
   const bool none = !problem.packed && longest > cut.split_queries;
@@ -91,8 +90,8 @@ DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, b
       decode_config(limits, problem.dtype == DType::bfloat16 ? Half::bfloat16 : Half::float16,
                     static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v),
                     problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned, stored);
-  if (!clusters) return config;
-  // A few blocks only: then one launch counts for more than bytes in flight.
+  // A few blocks of a few keys only: then one launch counts for more than bytes in flight.
+  if (!clusters || problem.max_seqlen_k > most_cluster * config.warps * cluster_keys) return config;
   const DecodeCut cut = decode_cut(config, problem);
   const std::int64_t tiles = cut.all_tiles * cut.head_tiles_k;
   std::int64_t splits = cut.most_splits;

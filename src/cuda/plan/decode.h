@@ -7,8 +7,8 @@
 
 namespace tessera::cuda {
 
-// Hopper's clusters have at most this many blocks.
-inline constexpr std::int64_t most_cluster = 16;
+// As many blocks of a cluster as every Hopper GPU has room for.
+inline constexpr std::int64_t most_cluster = 8;
 
 // A tile is `queries` queries by `heads` of the heads that share a key head. All by bounds: lengths are the
 // device's.
@@ -37,7 +37,7 @@ struct DecodeWorkspace {
 };
 [[nodiscard]] DecodeWorkspace decode_workspace(const DecodeConfig& config, const Problem& problem);
 
-// clusters: where Hopper's clusters can join the splits, they shall.
+// clusters: where Hopper's clusters join the splits sooner than a second kernel, they shall.
 [[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, bool clusters);
 
 // Everything but the pointers into the workspace. attention: the tensors'.

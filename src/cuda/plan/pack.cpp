@@ -46,7 +46,7 @@ void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half t
     DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true, stored);
     if (config.block_m < rows) return;
     list.push_back(entry(config));
-    for (const int cluster : {8, 16}) {
+    for (const int cluster : {4, 8}) {
       if (limits.arch != 90) continue;
       config.cluster = cluster;
       list.push_back(entry(config));

@@ -368,7 +368,7 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
   const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
   // A part that waits for its right neighbour has as many registers as o.
   const int registers = block_m * width(head_dim_v) / 32;
-  const int levels = registers > 32 ? 0 : block_m == 8 ? 3 : 2;
+  const int levels = registers > 32 ? 0 : 4;
   return {type,         width(head_dim), width(head_dim_v), block_m, tiles.warps, tiles.keys,
           tiles.stages, levels,          tiles.per_sm,      1,       aligned,     stored};
 }
