@@ -6,8 +6,8 @@ several caches, which together are far larger than the L2 cache; the graphs take
 A row's ratio is the median over the turns of cuDNN's time by ours.
 
 Each row is checked first, against attention in float32 of the last sequence's last head. Then pages of 16, 64
-and 1 key against the contiguous cache, on the rows named by --pages-of. Prints microseconds and TB/s of keys
-and values; writes JSON.
+and 1 key against the contiguous cache, on the rows named by --pages-of, and caches of float8_e4m3fn against
+those of bfloat16 on the large rows. Prints microseconds and TB/s of keys and values; writes JSON.
 
 Several kernels (--kernel cuda_sm90 --kernel cuda_sm80), libraries (--library NAME=PATH) and numbers of splits
 (--splits 0 --splits 8) are compared with each other in one table: for tuning.
@@ -36,6 +36,8 @@ CACHES = 512 << 20  # bytes that the caches of a row have together, at least
 MOST_CACHES = 64
 TURN = 2e-3  # seconds of work a side gets in a turn, at least
 LARGE = 0.5e9  # bytes of keys and values from which the bandwidth has a goal
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
 ROWS = (
     (1, 32, 8, 1024),
     (1, 32, 8, 8192),
@@ -55,19 +57,29 @@ class Row:
     heads_k: int
     seqlen: int
     page: int = 0
+    fp8: bool = False
     caches: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # side -> median
-    ratios: dict[str, float] = field(default_factory=dict)  # side -> cuDNN's (pages: contiguous) time by its
+    # side -> the time of cuDNN (pages: of the contiguous cache, fp8: of bfloat16) by its
+    ratios: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        return 2 * self.batch * self.seqlen * self.heads_k * HEAD_DIM * 2
+        return 2 * self.batch * self.seqlen * self.heads_k * HEAD_DIM * (1 if self.fp8 else 2)
+
+    def bytes_of(self, side: str) -> int:
+        return 2 * self.bytes if self.fp8 and side == "bf16" else self.bytes
+
+    @property
+    def plain(self) -> bool:
+        """Contiguous and of bfloat16: what is compared with cuDNN."""
+        return not self.page and not self.fp8
 
     def name(self) -> str:
-        page = f" page {self.page}" if self.page else ""
-        return f"{self.batch:3} {self.heads_q:3}/{self.heads_k:<3} {self.seqlen:6}{page}"
+        kind = f" page {self.page}" if self.page else " fp8" if self.fp8 else ""
+        return f"{self.batch:3} {self.heads_q:3}/{self.heads_k:<3} {self.seqlen:6}{kind}"
 
 
 class Data:
@@ -81,6 +93,23 @@ class Data:
         self.q = some(row.batch, 1, row.heads_q, HEAD_DIM)
         self.k, self.v = (some(row.batch, row.seqlen, row.heads_k, HEAD_DIM) for _ in range(2))
         self.lengths = torch.full((row.batch,), row.seqlen, device="cuda", dtype=torch.int32)
+
+    def tensors(self, page: int, fp8: bool) -> dict[str, torch.Tensor]:
+        if fp8:
+            return self.eight_bits()
+        return self.paged(page) if page else {"k_cache": self.k, "v_cache": self.v}
+
+    def eight_bits(self) -> dict[str, torch.Tensor]:
+        """The cache in FP8, with scales that fit the largest number of each key head."""
+        tensors = {}
+        for name, x in (("k", self.k), ("v", self.v)):
+            scale = x.abs().amax(dim=(0, 1, 3)).float() / FP8_MAX
+            # A sequence at a time: the cache in float32 would be four times what is kept.
+            tensors[f"{name}_cache"] = stored = torch.empty_like(x, dtype=FP8)
+            for one, of in zip(stored, x, strict=True):
+                one.copy_(of.float().div_(scale[:, None]).clamp_(-FP8_MAX, FP8_MAX))
+            tensors[f"{name}_scale"] = scale
+        return tensors
 
     def paged(self, size: int) -> dict[str, torch.Tensor]:
         """The same memory, taken for pages: what a sequence sees is another matter, its bytes are not."""
@@ -102,15 +131,19 @@ class Data:
             k, v = (x[pages, :, -1].reshape(-1, HEAD_DIM).float() for x in (k, v))
         else:
             k, v = (x[-1, :, -1].float() for x in (k, v))
+        if "k_scale" in tensors:
+            k, v = k * tensors["k_scale"][-1], v * tensors["v_scale"][-1]
         scores = k @ self.q[-1, 0, -1].float() / math.sqrt(HEAD_DIM)
         return scores.softmax(-1) @ v
 
 
 class Ours:
-    def __init__(self, library: Library, data: Data, kernel: str, splits: int, page: int) -> None:
+    def __init__(
+        self, library: Library, data: Data, kernel: str, splits: int, tensors: dict[str, torch.Tensor]
+    ) -> None:
         self.data = data
         self.o = torch.empty_like(data.q)
-        self.tensors = data.paged(page) if page else {"k_cache": data.k, "v_cache": data.v}
+        self.tensors = tensors
         options = library.options(kernel=kernel) if kernel else library.options()
         self.call: Call = library.decode(
             options, num_splits=splits, q=data.q, o=self.o, cache_seqlens=data.lengths, **self.tensors
@@ -191,16 +224,20 @@ def medians(row: Row, seconds: dict[str, list[float]], against: str) -> None:
 
 
 def measure(row: Row, args: argparse.Namespace, stream: torch.cuda.Stream) -> list[Row]:
-    """The row, and if asked for the same with pages."""
+    """The row, and if asked for the same with pages, and in 8 bits."""
     row.caches = min(MOST_CACHES, max(2, math.ceil(CACHES / row.bytes)))
     data = [Data(row) for _ in range(row.caches)]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):  # what the options remember
 
-        def sides(page: int, to: Row) -> dict[str, Graph]:
+        def sides(to: Row) -> dict[str, Graph]:
             graphs = {}
+            caches = [each.tensors(to.page, to.fp8) for each in data]
             for name, (library, kernel, splits) in args.sides.items():
-                ours = [Ours(library, each, kernel, splits, page) for each in data]
+                ours = [
+                    Ours(library, each, kernel, splits, cache)
+                    for each, cache in zip(data, caches, strict=True)
+                ]
                 to.errors[name] = ours[-1].error()
                 to.kernels[name] = library.last_kernel()
                 graphs[name] = Graph(ours, stream)
@@ -208,7 +245,7 @@ def measure(row: Row, args: argparse.Namespace, stream: torch.cuda.Stream) -> li
             return graphs
 
         rows = [row]
-        graphs = sides(0, row)
+        graphs = sides(row)
         contiguous = dict(graphs)
         if args.cudnn:
             try:
@@ -216,16 +253,16 @@ def measure(row: Row, args: argparse.Namespace, stream: torch.cuda.Stream) -> li
             except RuntimeError as error:
                 print(f"cuDNN does not run {row.name()}: {str(error).splitlines()[0]}")
         medians(row, alternate(graphs, args.turns, stream), "cudnn")
-        for page in args.pages if list(ROWS).index(row_key(row)) in args.pages_of else []:
-            paged = Row(row.batch, row.heads_q, row.heads_k, row.seqlen, page, row.caches)
-            both = {f"{n}": g for n, g in sides(page, paged).items()}
-            turns = alternate(
-                both | {f"{n} contiguous": g for n, g in contiguous.items()}, args.turns, stream
-            )
+        pages = args.pages if list(ROWS).index(row_key(row)) in args.pages_of else []
+        others = [(Row(*row_key(row), page=page, caches=row.caches), "contiguous") for page in pages]
+        if args.fp8 and row.bytes >= LARGE:
+            others.append((Row(*row_key(row), fp8=True, caches=row.caches), "bf16"))
+        for other, against in others:
+            both = sides(other)
+            turns = alternate(both | {f"{n} {against}": g for n, g in contiguous.items()}, args.turns, stream)
             for name in both:
-                part = {name: turns[name], "contiguous": turns[f"{name} contiguous"]}
-                medians(paged, part, "contiguous")
-            rows.append(paged)
+                medians(other, {name: turns[name], against: turns[f"{name} {against}"]}, against)
+            rows.append(other)
     return rows
 
 
@@ -237,7 +274,7 @@ def print_row(row: Row) -> None:
     text = f"{row.name():24}"
     for side, seconds in row.seconds.items():
         ratio = f" {row.ratios[side]:5.2f}x" if side in row.ratios else ""
-        text += f" | {side} {seconds * 1e6:7.1f} us {row.bytes / seconds / 1e12:5.2f} TB/s{ratio}"
+        text += f" | {side} {seconds * 1e6:7.1f} us {row.bytes_of(side) / seconds / 1e12:5.2f} TB/s{ratio}"
     for side, error in row.errors.items():
         if error:
             text += f"  WRONG ({side}): {error}"
@@ -246,7 +283,7 @@ def print_row(row: Row) -> None:
 
 def figures_of(rows: list[Row], side: str) -> list[dict[str, object]]:
     figures = []
-    rated = [row for row in rows if not row.page and side in row.ratios]
+    rated = [row for row in rows if row.plain and side in row.ratios]
     if rated:
         mean = geometric_mean(row.ratios[side] for row in rated)
         figures.append(figure_of("geometric mean / cuDNN", mean, ">=", 1.0))
@@ -256,15 +293,20 @@ def figures_of(rows: list[Row], side: str) -> list[dict[str, object]]:
     for row in rows:
         if side not in row.seconds:
             continue
-        if not row.page and row.bytes >= LARGE:
+        if row.plain and row.bytes >= LARGE:
             speed = row.bytes / row.seconds[side] / 1e12
             figures.append(figure_of(f"{row.name().strip()}", speed, ">=", 4.3) | {"unit": "TB/s"})
-        if not row.page and row_key(row) == ROWS[0]:
+        if row.plain and row_key(row) == ROWS[0]:
             micro = row.seconds[side] * 1e6
             figures.append(figure_of(f"{row.name().strip()}", micro, "<=", 6.5) | {"unit": "us"})
         if row.page and side in row.ratios:
             goal = 0.7 if row.page == 1 else 0.95
             figures.append(figure_of(f"{row.name().strip()} / contiguous", row.ratios[side], ">=", goal))
+    fp8 = [row.ratios[side] for row in rows if row.fp8 and side in row.ratios]
+    if fp8:
+        # The rows have the same tokens: their times' ratio is that of tokens/s.
+        what = "fp8 / bf16 tokens/s, geometric mean"
+        figures.append(figure_of(what, geometric_mean(fp8), ">=", 1.7))
     return figures
 
 
@@ -281,6 +323,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pages", type=numbers, default=[16, 64, 1], help="page sizes")
     parser.add_argument("--pages-of", type=numbers, default=[3, 5], help="rows that are also paged")
     parser.add_argument("--no-cudnn", action="store_false", dest="cudnn")
+    parser.add_argument("--no-fp8", action="store_false", dest="fp8", help="no caches of float8_e4m3fn")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     args = parser.parse_args()

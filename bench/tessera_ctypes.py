@@ -133,6 +133,7 @@ class DecodeArgs(Structure):
         ("options", POINTER(Options)),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
+        *[(name, TensorPointer) for name in ("k_scale", "v_scale")],
     ]
 
 
@@ -143,6 +144,7 @@ DTYPES = {
     torch.float16: DLDataType(2, 16, 1),
     torch.bfloat16: DLDataType(4, 16, 1),
     torch.int32: DLDataType(0, 32, 1),
+    torch.float8_e4m3fn: DLDataType(10, 8, 1),
 }
 DL_CPU, DL_CUDA = 1, 2
 

@@ -15,10 +15,21 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr Py_ssize_t cache_count = 8;
+constexpr Py_ssize_t cache_count = 10;
 namespace at {
 using namespace tessera::python::at;
-enum InCache { cache_seqlens, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin };
+enum InCache {
+  cache_seqlens,
+  page_table,
+  cache_batch_idx,
+  leftpad_k,
+  k_new,
+  v_new,
+  rotary_cos,
+  rotary_sin,
+  k_scale,
+  v_scale
+};
 }  // namespace at
 
 // The arguments of every decode here.
@@ -42,6 +53,8 @@ Decode make_decode(Reader& read, const Arguments& x) {
   call.v_new = read(x.cache[at::v_new]);
   call.rotary_cos = read(x.cache[at::rotary_cos]);
   call.rotary_sin = read(x.cache[at::rotary_sin]);
+  call.k_scale = read(x.cache[at::k_scale]);
+  call.v_scale = read(x.cache[at::v_scale]);
   call.rotary_interleaved = truth(x.rotary_interleaved);
   call.num_splits = PyLong_AsLongLong(x.num_splits.ptr());
   if (call.num_splits == -1 && PyErr_Occurred() != nullptr)
@@ -98,7 +111,8 @@ PyObject* simple_decode(PyObject* /*module*/, PyObject* const* arguments, Py_ssi
                     [&](PyObject* object) { return object == Py_None || torch->is_plain(object); }) &&
         torch->is_simple({x.q.ptr(), x.k_cache.ptr(), x.v_cache.ptr(), out.ptr(), x.cache[at::k_new],
                           x.cache[at::v_new], x.cache[at::rotary_cos], x.cache[at::rotary_sin],
-                          x.tensors[at::alibi_slopes], x.tensors[at::sinks]});
+                          x.cache[at::k_scale], x.cache[at::v_scale], x.tensors[at::alibi_slopes],
+                          x.tensors[at::sinks]});
     if (simple) {
       if (std::optional<Outputs> done = torch_decode(*torch, x, out, with_lse)) {
         if (!with_lse) return done->out.release().ptr();

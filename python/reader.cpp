@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "core/layout.h"
+
 namespace tessera::python {
 
 using namespace nb::literals;
@@ -194,6 +196,7 @@ Torch::Torch(const nb::object& torch)
   add("int16", kDLInt, 16);
   add("int8", kDLInt, 8);
   add("uint8", kDLUInt, 8);
+  add("float8_e4m3fn", float8_e4m3fn_code, 8);
 
   const nb::object capsule = nb::getattr(tensor_, "__dlpack_c_exchange_api__", nb::none());
   if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") == 0) return;

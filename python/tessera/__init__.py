@@ -145,6 +145,8 @@ def decode(
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     rotary_interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
     causal: bool = False,
     window: Sequence[int | None] = (None, None),
     softmax_scale: float | None = None,
@@ -168,7 +170,7 @@ def decode(
     Args:
         q: (batch, seqlen_q, heads_q, dim), or packed (total_q, heads_q, dim).
         k_cache: (batch_cache, seqlen_cache, heads_k, dim), with page_table (pages, page_size, heads_k, dim);
-            of q's dtype. Written to if k_new is given.
+            of q's dtype, or of 8 bits: float8_e4m3fn or int8. Written to if k_new is given.
         v_cache: like k_cache, with a dim of its own.
         cache_seqlens: int32 (batch), the slots in use before the call appends; or one int for all.
         k_new: (batch, seqlen_new, heads_k, dim), packed where q is; appended to the cache, in place, before
@@ -179,6 +181,8 @@ def decode(
         rotary_cos: (positions, rotary_dim / 2), float32 or q's dtype: turns k_new and q, by the positions
             that follow cache_seqlens. Likewise rotary_sin.
         rotary_interleaved: whether pairs are neighbours, (2i, 2i + 1), or (i, i + rotary_dim / 2).
+        k_scale: float32 (heads_k), with an 8-bit cache: a key is what is stored times the scale of its head.
+            None: 1. What is appended is divided by it, rounded and saturated. Likewise v_scale.
         causal, window, softmax_scale, softcap, alibi_slopes, sinks: as in attention(). The last query stands
             at the last key, after the append.
         cu_seqlens_q: int32 (batch + 1): q is packed, and k_new by cu_seqlens_k.
@@ -203,6 +207,7 @@ def decode(
         done = _core.simple_decode(
             q, k_cache, v_cache, out,
             cache_seqlens, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin,
+            k_scale, v_scale,
             alibi_slopes, None, sinks, cu_seqlens_q, cu_seqlens_k, None, None,
             softmax_scale, causal, left, right, False, softcap, 0.0, None, max_seqlen_q, max_seqlen_k, False,
             kernel,
@@ -217,6 +222,7 @@ def decode(
     tensors = (alibi_slopes, None, sinks, cu_seqlens_q, cu_seqlens_k, None, None)
     cache = (
         cache_seqlens, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin,
+        k_scale, v_scale,
     )  # fmt: skip
     rest = (cache, tensors, options, rotary_interleaved, num_splits, return_lse)
     if compiling or hasattr(q, "requires_grad"):

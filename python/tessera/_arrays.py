@@ -18,7 +18,8 @@ from tessera._call import (
     output_shapes,
 )
 
-FLOAT, INT, UINT, BFLOAT, OPAQUE = 2, 0, 1, 4, 3  # DLPack's dtype codes
+FLOAT, INT, UINT, BFLOAT, OPAQUE, FLOAT8_E4M3FN = 2, 0, 1, 4, 3, 10  # DLPack's dtype codes
+OF_ML_DTYPES = {"bfloat16": BFLOAT, "float8_e4m3fn": FLOAT8_E4M3FN}
 CPU = 1  # and device
 LEGACY_STREAM = 1  # DLPack's number of CUDA's default stream
 
@@ -33,9 +34,7 @@ def describe(x: Any) -> Any:
     if x is None or not is_numpy(x):
         return x
     dtype = x.dtype
-    code = {"f": FLOAT, "i": INT, "u": UINT}.get(dtype.kind, OPAQUE)
-    if dtype.name == "bfloat16":  # of ml_dtypes
-        code = BFLOAT
+    code = OF_ML_DTYPES.get(dtype.name) or {"f": FLOAT, "i": INT, "u": UINT}.get(dtype.kind, OPAQUE)
     strides = tuple(stride // dtype.itemsize for stride in x.strides)
     return (x.ctypes.data, x.shape, strides, code, 8 * dtype.itemsize, CPU, 0)
 

@@ -16,6 +16,8 @@ CACHE = (
     "v_new",
     "rotary_cos",
     "rotary_sin",
+    "k_scale",
+    "v_scale",
 )
 
 

@@ -45,7 +45,7 @@ def decode(
     num_splits: int,
     return_lse: bool,
 ) -> Any:
-    lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin = cache
+    lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, *more = cache
     expect_tensors(("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     one_length = isinstance(lengths, int)
     names, others = (*CACHE[one_length:], *TENSORS, "out"), (*cache[one_length:], *tensors, out)
@@ -58,7 +58,7 @@ def decode(
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     if k_new is not None and v_new is not None:
         k_new, v_new = whole_rows(k_new), whole_rows(v_new)
-    cache = (lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, rotary_cos, rotary_sin)
+    cache = (lengths, page_table, cache_batch_idx, leftpad_k, k_new, v_new, *more)
     refuse_gradients(q, k_cache, v_cache, out, *cache, *tensors)
     shape, _ = decoded_shapes(q.shape, v_cache.shape)
     q = whole_rows(q)

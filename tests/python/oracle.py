@@ -113,11 +113,12 @@ def rotated(x, cos, sin, positions, *, interleaved):
 def decode(
     q, k_cache, v_cache, lengths, *, k_new=None, v_new=None, page_table=None, cache_batch_idx=None,
     leftpad_k=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=False, alibi_slopes=None,
-    rounded=lambda x: x, causal=False, window=(None, None), **options,
+    rounded=lambda x: x, rounded_v=lambda x: x, causal=False, window=(None, None), **options,
 ):  # fmt: skip
     """A sequence at a time: q, k_new and v_new are lists of (rows, heads, dim).
 
-    The outputs and lse, as lists, and the caches after the append; rounded: to the cache's dtype.
+    The outputs and lse, as lists, and the caches after the append; rounded: keys to what the cache holds of
+    them, rounded_v: values.
     """
     k_cache, v_cache = k_cache.astype(np.float64), v_cache.astype(np.float64)
     q = [np.asarray(x, np.float64) for x in q]
@@ -143,7 +144,7 @@ def decode(
             q[b] = rotated(q[b], rotary_cos, rotary_sin, stand, interleaved=rotary_interleaved)
         blocks, rows = (x[lengths[b] :] for x in places(b))
         k_cache[blocks, rows] = rounded(keys)
-        v_cache[blocks, rows] = v_new[b]
+        v_cache[blocks, rows] = rounded_v(v_new[b])
     outs, lses = [], []
     for b in range(len(q)):
         blocks, rows = (x[0 if leftpad_k is None else leftpad_k[b] :] for x in places(b))

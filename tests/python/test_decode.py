@@ -16,10 +16,17 @@ from closeness import DTYPES, close, numbers
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HEADS, DIM, DIM_V = 6, 16, 24
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def quantised(x, scale, stored):
+    """float32, (..., heads, dim), as an 8-bit cache holds it."""
+    x = (x.float() / scale[:, None]).clamp(-LARGEST[stored], LARGEST[stored])
+    return (x.round() if stored == torch.int8 else x).to(stored)
 
 
 class Case:
@@ -28,7 +35,7 @@ class Case:
     def __init__(
         self, device, dtype, *, lengths=(11, 0, 60), seqlen_q=1, new=None, heads_k=2, page_size=None,
         leftpad=None, batch_idx=None, rotary=None, interleaved=False, packed=None, sinks=False, alibi=None,
-        head_major=False, seed=0, **options,
+        head_major=False, stored=None, scales="each", seed=0, **options,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
@@ -59,6 +66,21 @@ class Case:
         if head_major:
             self.k_cache, self.v_cache = self.k_cache.transpose(1, 2), self.v_cache.transpose(1, 2)
         self.cache_seqlens = int32(lengths, device)
+        self.stored, self.scales = stored, [torch.ones(heads_k, device=device)] * 2
+        if stored is not None:
+            if scales == "each":  # what they reach, 1.5 to 3, is less than some of the numbers
+                self.scales = [
+                    (1.5 + 1.5 * torch.rand(heads_k, generator=generator)).to(device) / LARGEST[stored]
+                    for _ in range(2)
+                ]
+            elif scales == "one":
+                self.scales = [torch.tensor(2.0 / LARGEST[stored], device=device).expand(heads_k)] * 2
+            if scales != "none":
+                self.options |= dict(zip(("k_scale", "v_scale"), self.scales, strict=True))
+            self.k_cache, self.v_cache = (
+                quantised(x, scale, stored)
+                for x, scale in zip((self.k_cache, self.v_cache), self.scales, strict=True)
+            )
 
         def rows(counts, heads, dim):
             return normal(sum(counts), heads, dim) if packed else normal(batch, counts[0], heads, dim)
@@ -86,21 +108,37 @@ class Case:
             }
         self.judged = judged
 
+    def caches(self):
+        """As numbers."""
+        return [
+            numbers(x) * numbers(scale)[:, None]
+            for x, scale in zip((self.k_cache, self.v_cache), self.scales, strict=True)
+        ]
+
+    def rounded(self, x, scale):
+        """What the cache holds of it."""
+        x = torch.from_numpy(x)
+        if self.stored is None:
+            return numbers(x.to(self.dtype))
+        return numbers(quantised(x, scale.cpu(), self.stored)) * numbers(scale)[:, None]
+
     def expected(self):
+        skipped = ("num_splits", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k", "max_seqlen_q")
+        skipped += ("k_scale", "v_scale")
         others = {
             name: numbers(x) if isinstance(x, torch.Tensor) else x
             for name, x in self.options.items()
-            if name not in ("num_splits", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k", "max_seqlen_q")
+            if name not in skipped
         }
         for name in ("page_table", "cache_batch_idx", "leftpad_k"):
             if name in others:
                 others[name] = others[name].astype(int)
-        caches = numbers(self.k_cache), numbers(self.v_cache)
         judged = dict(self.judged)
         queries = judged.pop("q")
         outs, lses, k_cache, v_cache = oracle.decode(
-            queries, *caches, self.lengths, **others | judged,
-            rounded=lambda x: numbers(torch.from_numpy(x).to(self.dtype)),
+            queries, *self.caches(), self.lengths, **others | judged,
+            rounded=lambda x: self.rounded(x, self.scales[0]),
+            rounded_v=lambda x: self.rounded(x, self.scales[1]),
         )  # fmt: skip
         if self.q.dim() == 3:
             return np.concatenate(outs), np.concatenate(lses, -1), k_cache, v_cache
@@ -109,7 +147,7 @@ class Case:
     def check(self, call=tessera.decode):
         """call: tessera.decode, or something that does the same."""
         out_, lse_, k_, v_ = self.expected()
-        before = self.k_cache.clone(), self.v_cache.clone()
+        before = self.caches()
         out, lse = call(
             self.q, self.k_cache, self.v_cache, self.cache_seqlens, return_lse=True, **self.options
         )
@@ -117,10 +155,11 @@ class Case:
         close(out, out_, self.dtype, "out")
         close(lse, lse_, self.dtype, "lse")
         # A rotated key may be rounded the other way; all else is copied, or not touched.
-        close(self.k_cache, k_, self.dtype, "k_cache")
-        np.testing.assert_array_equal(numbers(self.v_cache), v_)
+        k_cache, v_cache = self.caches()
+        close(k_cache, k_, self.dtype, "k_cache")
+        np.testing.assert_array_equal(v_cache, v_)
         if "k_new" not in self.options:
-            assert torch.equal(self.k_cache, before[0])
+            np.testing.assert_array_equal(k_cache, before[0])
         return out, lse
 
 
@@ -166,6 +205,25 @@ CASES = {
 def test_every_option(device, case):
     for dtype in DTYPES[device]:
         Case(device, dtype, **CASES[case]).check()
+
+
+EIGHT_BITS = {
+    "one query": {},
+    "several queries": {"seqlen_q": 5, "causal": True, "heads_k": 6, "num_splits": 3},
+    "a scale for all heads": {"scales": "one", "new": 1},
+    "without scales": {"scales": "none", "new": 1},
+    "append to pages": {"new": 5, "seqlen_q": 5, "causal": True, "page_size": 4},
+    "rotary": {"new": 2, "seqlen_q": 2, "causal": True, "rotary": DIM},
+    "head-major, packed": {"packed": [3, 0, 4], "new": [2, 1, 4], "causal": True, "head_major": True},
+    "left padding": {"leftpad": (3, 0, 59), "new": 1, "batch_idx": (4, 0, 2), "sinks": True},
+}
+
+
+@pytest.mark.parametrize("stored", LARGEST)
+@pytest.mark.parametrize("case", EIGHT_BITS)
+def test_a_cache_of_8_bits(device, case, stored):
+    for dtype in DTYPES[device]:
+        Case(device, dtype, stored=stored, **EIGHT_BITS[case]).check()
 
 
 def test_long_sequences_in_any_batch_have_the_same_bits(device):
@@ -270,6 +328,14 @@ def test_compiled(device, case):
         case.check(torch.compile(call, fullgraph=True, backend="aot_eager"))
 
 
+@pytest.mark.parametrize("stored", LARGEST)
+def test_compiled_with_a_cache_of_8_bits(device, stored):
+    compiled = torch.compile(tessera.decode, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for options in ({}, {"new": 2, "seqlen_q": 2, "causal": True}):
+            Case(device, DTYPES[device][0], stored=stored, **options).check(compiled)
+
+
 @pytest.mark.gpu
 def test_compiled_with_cuda_graphs():
     if not torch.cuda.is_available():
@@ -299,7 +365,9 @@ def test_opcheck():
     from tessera import _torch_decode
     from tessera._call import CACHE, TENSORS, Options
 
-    for options in (CASES["rotary"], {}):
+    # opcheck compares what an operator returns or writes by products that torch has not in float8.
+    eight_bits = {"stored": torch.int8}
+    for options in (CASES["rotary"], {}, eight_bits, eight_bits | {"new": 1}):
         case = Case("cpu", torch.float32, **options)
         cache = [case.options.get(name) for name in CACHE[1:]]
         operator = _torch_decode.append_op if "new" in options else _torch_decode.decode_op
@@ -391,6 +459,30 @@ def test_numpy(case):
         return [torch.from_numpy(x) for x in tessera.decode(*given, return_lse=True, **others)]
 
     Case("cpu", torch.float32, **CASES[case]).check(call)
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS)
+def test_numpy_with_a_cache_of_int8(case):
+    case = Case("cpu", torch.float32, stored=torch.int8, **EIGHT_BITS[case])
+
+    def call(q, k_cache, v_cache, lengths, **options):
+        given, others = as_arrays(case)
+        return [torch.from_numpy(x) for x in tessera.decode(*given, return_lse=True, **others)]
+
+    case.check(call)
+
+
+def test_numpy_with_a_cache_of_float8():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    case = Case("cpu", torch.float32, stored=torch.float8_e4m3fn, new=1)
+    expected = case.expected()
+    stored = case.k_cache, case.v_cache
+    case.k_cache, case.v_cache = (x.view(torch.int8) for x in stored)
+    (q, k, v, lengths), options = as_arrays(case)
+    k, v = (x.view(ml_dtypes.float8_e4m3fn) for x in (k, v))
+    close(tessera.decode(q, k, v, lengths, **options), expected[0], case.dtype)
+    case.k_cache, case.v_cache = stored
+    np.testing.assert_array_equal(case.caches()[1], expected[3])
 
 
 def test_numpy_of_any_strides():
@@ -500,6 +592,38 @@ def test_errors_name_the_argument():
         call(kernel="cuda_sm80")
 
 
+def test_errors_of_a_cache_of_8_bits():
+    def call(stored=torch.float8_e4m3fn, **changes):
+        case = Case("cpu", torch.float32, new=1, stored=stored)
+        values = {"q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache}
+        values |= {"cache_seqlens": case.cache_seqlens, **case.options}
+        values |= {name: x(values[name]) if callable(x) else x for name, x in changes.items()}
+        before = numbers(case.k_cache)
+        try:
+            tessera.decode(**values)
+        finally:
+            np.testing.assert_array_equal(numbers(case.k_cache), before)  # nothing is written
+
+    for changes, text in [
+        ({"stored": None, "k_scale": torch.ones(2)}, "k_scale: given, expected only with a cache of float8"),
+        ({"k_scale": torch.ones(3)}, r"k_scale: shape \(3\), expected"),
+        ({"k_scale": torch.tensor(1.0)}, "k_scale: "),
+        ({"v_scale": lambda x: x.double()}, "v_scale.dtype: float64, expected float32"),
+        ({"v_scale": torch.tensor([1.0, 0.0])}, r"v_scale\[1\]: 0, expected a positive normal float32"),
+        ({"k_scale": torch.tensor([torch.nan, 1.0])}, r"k_scale\[0\]: nan, expected a positive"),
+        ({"v_scale": 0.5}, "v_scale: float, expected a torch.Tensor"),
+        ({"v_cache": lambda x: x.view(torch.int8)}, "v_cache.dtype: int8, expected k_cache's float8_e4m3fn"),
+        (
+            {"k_cache": lambda x: x.view(torch.uint8)},
+            "k_cache.dtype: uint8, expected .* float8_e4m3fn or int8",
+        ),
+        ({"k_cache": lambda x: x.view(torch.float8_e5m2)}, "k_cache.dtype: "),
+        ({"k_new": lambda x: x.to(torch.float8_e4m3fn)}, "k_new.dtype: float8_e4m3fn, expected"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call(**changes)
+
+
 def test_a_forced_kernel_runs(device):
     case = Case(device, DTYPES[device][0])
     for kernel in tessera.kernels():
@@ -517,6 +641,9 @@ def test_explain_takes_the_same_arguments():
         )
         tessera.decode(case.q, case.k_cache, case.v_cache, lengths, **case.options)
         assert explained.kernel == tessera.last_kernel()
+    case = Case("cpu", torch.float32, stored=torch.float8_e4m3fn)
+    lengths = {"cache_seqlens": case.cache_seqlens}
+    tessera.explain(case.q, case.k_cache, case.v_cache, direction="decode", **lengths, **case.options)
     with pytest.raises(ValueError, match="cache_seqlens"):
         tessera.explain(case.q, case.k_cache, case.v_cache, direction="decode", cache_seqlens=71)
 
@@ -525,7 +652,7 @@ def test_the_documentation_runs():
     """Every piece of code in docs/serving.md, one after another, but for what needs a GPU."""
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(pieces) == 5
+    assert len(pieces) == 6
     names = {}
     for piece in pieces:
         if not piece.startswith("# on a GPU"):
