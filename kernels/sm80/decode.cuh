@@ -461,8 +461,8 @@ __device__ __forceinline__ void ask_early(const DecodeParams& params, const Deco
   if (keys.begin >= keys.end) return;
   const int first = keys.begin - (keys.begin - keys.first) % C.keys;
   const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
-    const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) + work.tile.head_k * rows.head +
-                      (at.block * rows.batch + at.slot * rows.seq);
+    const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) +
+                      work.tile.head_k * rows.head + (at.block * rows.batch + at.slot * rows.seq);
     for (int col = 0; col < width; col += 128 / C.number_bytes()) ptx::prefetch(row + col);  // lines
   };
   for (int i = threadIdx.x % 32; i < (C.stages - 1) * C.keys && first + i < keys.end; i += 32) {

@@ -54,7 +54,8 @@ struct alignas(16) StepFacts {
 // dq on its way: tiles of one warp after the other, as they are added (tile/dq_tiles.cuh).
 template <Sm90BackwardConfig C, bool there = !C.dq_direct()>
 struct DqShared {
-  alignas(1024) float dq[C.dq_stages()][C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
+  alignas(
+      1024) float dq[C.dq_stages()][C.consumers()][4][C.dq_cols() / tile::DqTiles::cols][tile::DqTiles::size];
 };
 template <Sm90BackwardConfig C>
 struct DqShared<C, false> {};
@@ -393,7 +394,8 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         const DqPart<C> part(params, group, warp);
         if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
           // First what is known of the lane: it is three registers then.
-          const unsigned from = ptx::opaque(ptx::shared_address(shared.dq[place().stage][group][warp][part.overlap]));
+          const unsigned from =
+              ptx::opaque(ptx::shared_address(shared.dq[place().stage][group][warp][part.overlap]));
           const int bytes = ptx::opaque(part.tiles * Tiles::size * 4),
                     offset = ptx::opaque(part.offset(params));
           ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + offset, from,

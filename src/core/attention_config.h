@@ -96,8 +96,8 @@ struct Sm90BackwardConfig {
   [[nodiscard]] constexpr bool wide() const { return head_dim > 128 || head_dim_v > 128; }
   // Then dq is added from registers, for shared memory has no room for it.
   [[nodiscard]] constexpr bool dq_direct() const { return wide(); }
-  // Buffers of ds, and of dq on its way to memory. The copy engine takes most of a step to read dq: it has two
-  // where ds, which only dq's product reads then, is free early enough to have one; unless registers are
+  // Buffers of ds, and of dq on its way to memory. The copy engine takes most of a step to read dq: it has
+  // two where ds, which only dq's product reads then, is free early enough to have one; unless registers are
   // scarce.
   [[nodiscard]] constexpr bool two_dqs() const { return !wide() && ds_in_registers && dv_parts > 0; }
   [[nodiscard]] constexpr int dq_stages() const { return two_dqs() ? 2 : 1; }

@@ -80,8 +80,8 @@ struct DecodeParams {
   int partial_rows, partial_cols;
   float *o_partial, *state_partial;
 
-  // A length as it is now, past the cache of a multiprocessor: kernels look at them before the ones before them
-  // have ended, and again then. Pages are read only then, and often: they may be cached.
+  // A length as it is now, past the cache of a multiprocessor: kernels look at them before the ones before
+  // them have ended, and again then. Pages are read only then, and often: they may be cached.
   [[nodiscard]] static TESSERA_HD int now(const int& x) { return *static_cast<const volatile int*>(&x); }
 
   // Lengths on a GPU cannot be validated: whatever they are, nothing outside the tensors is touched.

@@ -306,7 +306,8 @@ int shared_of(const Sm90BackwardConfig& c) {
   const int p = c.wide() ? c.block_m * c.block_n : 0;
   const int rows = c.row_stages() * (2 * c.block_m * 4 + facts);
   const int barriers =
-      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + c.dq_stages() + 1 + c.ds_stages()) * 2 * 8;
+      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + c.dq_stages() + 1 + c.ds_stages()) *
+      2 * 8;
   return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + work_stages * work + barriers + 1023) / 1024 *
          1024;
 }
