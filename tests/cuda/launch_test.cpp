@@ -103,12 +103,12 @@ TEST_F(HopperLaunch, MapsAreOfTheTensorsAndTheTiles) {
   call.options.causal = true;
   EXPECT_EQ(ran(call), "cuda_sm90");
   const fake::Control& driver = fake_driver();
-  EXPECT_EQ(driver.blocks, 128U);  // 8 tiles of each head
-  EXPECT_EQ(driver.threads, 384U);
+  EXPECT_EQ(driver.blocks, 96U);  // 6 tiles of each head
+  EXPECT_EQ(driver.threads, 512U);
   ASSERT_EQ(driver.maps, 4);
   expect_map(driver.map[0], 0, 1000, 8, 128, 64, 64);
-  expect_map(driver.map[1], 1, 1000, 2, 128, 64, 128);
-  expect_map(driver.map[2], 2, 1000, 2, 96, 32, 128);
+  expect_map(driver.map[1], 1, 1000, 2, 128, 64, 64);
+  expect_map(driver.map[2], 2, 1000, 2, 96, 32, 64);
   expect_map(driver.map[3], 3, 1000, 8, 96, 32, 16);
 }
 

@@ -53,7 +53,7 @@ TEST(Plan, EveryHeadDimFitsEveryDevice) {
             ASSERT_GE(d.head_dim, head_dim);
             ASSERT_GE(d.head_dim_v, head_dim_v);
             ASSERT_LE(shared_of(d), limits.shared_per_block);
-            ASSERT_TRUE(d.block_m == (rows <= 8 ? 8 : 16) || (d.block_m == 32 && rows > 16));
+            ASSERT_TRUE(d.block_m == 16 || (d.block_m == 8 && rows <= 8) || (d.block_m == 32 && rows > 16));
             ASSERT_TRUE(d.keys == 16 || d.keys == 32);
             ASSERT_GE(d.stages, 2);
             for (const Stored stored : {Stored::float8, Stored::int8}) {

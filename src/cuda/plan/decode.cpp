@@ -91,7 +91,8 @@ DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, b
                     static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v),
                     problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned, stored);
   // A few blocks of a few keys only: then one launch counts for more than bytes in flight.
-  if (!clusters || problem.max_seqlen_k > most_cluster * config.warps * cluster_keys) return config;
+  if (!clusters || config.levels == 0 || problem.max_seqlen_k > most_cluster * config.warps * cluster_keys)
+    return config;
   const DecodeCut cut = decode_cut(config, problem);
   const std::int64_t tiles = cut.all_tiles * cut.head_tiles_k;
   std::int64_t splits = cut.most_splits;

@@ -44,10 +44,10 @@ void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half t
   constexpr int few = 8, some = 16, more = 32;
   const auto add = [&](int head_dim, int rows, Stored stored) {
     DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true, stored);
-    if (config.block_m < rows) return;
+    if (config.block_m != rows) return;
     list.push_back(entry(config));
     for (const int cluster : {4, 8}) {
-      if (limits.arch != 90) continue;
+      if (limits.arch != 90 || config.levels == 0) continue;
       config.cluster = cluster;
       list.push_back(entry(config));
     }

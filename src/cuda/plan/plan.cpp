@@ -366,7 +366,11 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
     const int cols = tile_width(dim);
     return stored != Stored::half && cols == 96 ? 128 : cols;
   };
-  const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
+  // Head dims above 192 have no tile of 8 rows: it ended in an illegal instruction on an H200, for a reason
+  // that is not known yet (kernels/sm80/NOTES.md).
+  const int block_m = rows <= 8 && width(std::max(head_dim, head_dim_v)) <= 192 ? 8
+                      : rows <= 16                                              ? 16
+                                                                                : tiles.block_m;
   // A part that waits for its right neighbour has as many registers as o.
   const int registers = block_m * width(head_dim_v) / 32;
   const int levels = registers > 32 ? 0 : 4;
