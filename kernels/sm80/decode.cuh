@@ -84,7 +84,14 @@ struct KeyCopy {
   static constexpr int group = (Tile::pieces & -Tile::pieces) < 32 ? Tile::pieces & -Tile::pieces : 32;
   static constexpr int groups = Tile::pieces / group, row_step = 32 / group;
   static_assert(C.keys % row_step == 0);
-  static constexpr bool hints = C.block_m * C.head_dim_v <= 2048;  // else there are no registers for them
+  // Where there are registers for them. ptxas 13.0 loses the uniform register of a copy with a hint whose
+  // address in shared memory is a uniform one and the lane's share: [R + UR0], desc[UR1], an illegal
+  // instruction. On Hopper these are rows of 32 pieces, on Blackwell others, too.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr bool hints = false;
+#else
+  static constexpr bool hints = C.block_m * C.head_dim_v <= 2048 && row_step > 1;
+#endif
 
   const Bits* base;  // of the head
   long long batch, seq;

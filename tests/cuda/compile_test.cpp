@@ -1,9 +1,12 @@
 // NVRTC: programs to cubins, with nothing but what the library embeds.
+#include <array>
+#include <cstring>
 #include <set>
 
 #include "cuda/driver/keys.h"
 #include "cuda/driver/ptxas_log.h"
 #include "cuda/driver/sources.h"
+#include "cuda/plan/plan.h"
 #include "scratch.h"
 
 namespace tessera::cuda {
@@ -177,6 +180,34 @@ TEST_P(EmbeddedClosure, Compiles) {
 
 INSTANTIATE_TEST_SUITE_P(Archs, EmbeddedClosure, testing::Values("sm_80", "sm_90a"),
                          [](const auto& test) { return std::string(test.param); });
+
+// ptxas 13.0 encodes register 0 where a copy to shared memory has a hint and an address of [R + UR]
+// (kernels/sm80/NOTES.md).
+int copies_by_no_register(const std::vector<std::byte>& image) {
+  constexpr std::uint64_t opcode = 0xdae, opcode_bits = 0xfff, register_bits = 0x3f;
+  int count = 0;
+  for (std::size_t at = 0; at + 16 <= image.size(); at += 16) {
+    std::uint64_t words[2];
+    std::memcpy(words, &image[at], sizeof(words));
+    if ((words[0] & opcode_bits) == opcode && (words[1] & register_bits) == 0) ++count;
+  }
+  return count;
+}
+
+TEST(Compile, CopiesWithAHintHaveTheirRegister) {
+  TESSERA_NEED_NVRTC();
+  constexpr DeviceLimits hopper{90, 227 << 10, 132};
+  const auto bad = [](const DecodeConfig& config) {
+    const Result<Cubin> cubin = compile(kernel_name(config), program_text(config), "sm_90a");
+    EXPECT_TRUE(cubin.ok()) << cubin.status().message();
+    return cubin.ok() ? copies_by_no_register(cubin.value().image) : -1;
+  };
+  for (const auto& [head_dim, head_dim_v, rows] :
+       {std::array{64, 64, 8}, {128, 128, 8}, {192, 192, 8}, {256, 64, 16}, {256, 128, 16}}) {
+    const DecodeConfig config = decode_config(hopper, Half::bfloat16, head_dim, head_dim_v, rows, true);
+    EXPECT_EQ(bad(config), 0) << kernel_name(config);
+  }
+}
 
 // The instructions themselves, through CUTLASS's wrappers, and wgmma through ours.
 TEST(Compile, InstructionsWork) {
