@@ -138,7 +138,10 @@ HWY_INLINE Vec tanh(Vec x) {
 struct Float8Values {
   float of[256];
   constexpr Float8Values() : of() {
-    for (int i = 0; i < 256; ++i) of[i] = to_float(float8_e4m3fn{static_cast<std::uint8_t>(i)}) * 0x1p-8f;
+    for (int i = 0; i < 256; ++i) {
+      const float x = to_float(float8_e4m3fn{static_cast<std::uint8_t>(i)});
+      of[i] = x == x ? x * 0x1p-8f : x;  // no arithmetic of NaN while compiling
+    }
   }
 };
 constexpr Float8Values float8_values;
