@@ -164,13 +164,12 @@ HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* con
   const auto columns = [&](auto vectors, auto whole) HWY_ATTR {
     stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o,
                                             o_ld, next);
-    c += vectors * lanes;
   };
   // Two and two rather than three and one: one vector is too few chains.
-  while (c + most * lanes <= dim && (most == 4 || (dim - c) / lanes != 4))
+  for (; c + most * lanes <= dim && (most == 4 || (dim - c) / lanes != 4); c += most * lanes)
     columns(std::integral_constant<int, most>(), std::true_type());
-  while (c + 2 * lanes <= dim) columns(std::integral_constant<int, 2>(), std::true_type());
-  while (c < dim) columns(std::integral_constant<int, 1>(), std::false_type());
+  for (; c + 2 * lanes <= dim; c += 2 * lanes) columns(std::integral_constant<int, 2>(), std::true_type());
+  for (; c < dim; c += lanes) columns(std::integral_constant<int, 1>(), std::false_type());
 }
 
 // Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.
