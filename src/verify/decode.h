@@ -42,6 +42,9 @@ struct DecodeCase {
   std::uint64_t seed = 1;
 };
 
+// Of all options, in any dtype; caches have q's.
+[[nodiscard]] DecodeCase random_decode_case(std::uint64_t seed);
+
 // The memory of a case. Slots of the cache that are not in use are NaN (in int8, large numbers), and so are
 // the pages that no table names; entries of the table that are not in use are no pages.
 struct DecodeTensors {
