@@ -13,7 +13,7 @@
 // columns then the even ones come first, in k as in q, and in what becomes of v until it is written. Their
 // scales cost the loop nothing for each of them: k's multiplies the products with q, v's the end.
 //
-// A key's place is looked up by one lane, a step before the copy asks for it: a page may have any size.
+// decode_load.cuh says which keys a warp has, and brings them.
 #pragma once
 
 #include "core/attention_config.h"
@@ -21,16 +21,12 @@
 #include "ptx/bytes.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
-#include "tile/copy.cuh"
+#include "sm80/decode_load.cuh"
 #include "tile/fragments.cuh"
 #include "tile/scores.cuh"
 #include "tile/states.cuh"
 
 namespace tessera::sm80 {
-
-// Of k or v, `cols` numbers wide. A tile of bytes is one of half as many 16-bit columns.
-template <DecodeConfig C, int cols>
-using KeyTile = tile::SharedTile<C.keys, cols * C.number_bytes() / 2>;
 
 template <DecodeConfig C>
 struct DecodeShared {
@@ -43,171 +39,13 @@ struct DecodeShared {
     Step ring[C.warps][C.stages];
     alignas(128) float o[C.warps][C.block_m][row];
   };
-  tile::SharedTile<(C.block_m < 16 ? 16 : C.block_m), C.head_dim> q;  // ldmatrix reads 16 rows
-  float2 state[C.warps][C.block_m];                                   // reference and sum; at first q's units
+  QueryTile<C> q;
+  float2 state[C.warps][C.block_m];  // reference and sum; at first q's units
   // What the cluster's blocks send this one: its share of the tile, of each of them.
   static constexpr int fours = C.cluster == 1 ? 1 : C.block_m * (C.head_dim_v / 4) + C.cluster;
   alignas(16) float4 sent[fours];
   float2 sent_state[fours];
 };
-
-// Where the key of a lane lies; block -1: there is none.
-struct KeyPlace {
-  int block, slot;
-};
-
-// A number of the cache.
-template <bool narrow>
-struct CacheNumber {
-  using Bits = tile::HalfBits;
-};
-template <>
-struct CacheNumber<true> {
-  using Bits = unsigned char;
-};
-
-// Sixteen bytes one by one, those from valid on as zeros.
-[[nodiscard]] __device__ inline uint4 gather_bytes(const unsigned char* from, int valid) {
-  unsigned words[4] = {};
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if (i < valid) words[i / 4] |= static_cast<unsigned>(from[i]) << (8 * (i % 4));
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
-// Copies C.keys rows of k or v to a buffer of the warp.
-template <DecodeConfig C, int cols>
-struct KeyCopy {
-  using Tile = KeyTile<C, cols>;
-  using Bits = typename CacheNumber<C.narrow()>::Bits;
-  static constexpr int group = (Tile::pieces & -Tile::pieces) < 32 ? Tile::pieces & -Tile::pieces : 32;
-  static constexpr int groups = Tile::pieces / group, row_step = 32 / group;
-  static_assert(C.keys % row_step == 0);
-  // Where there are registers for them. ptxas 13.0 loses the uniform register of a copy with a hint whose
-  // address in shared memory is a uniform one and the lane's share: [R + UR0], desc[UR1], an illegal
-  // instruction. On Hopper these are rows of 32 pieces, on Blackwell others, too.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  static constexpr bool hints = false;
-#else
-  static constexpr bool hints = C.block_m * C.head_dim_v <= 2048 && row_step > 1;
-#endif
-
-  const Bits* base;  // of the head
-  long long batch, seq;
-  int valid_cols;
-  unsigned long long policy;
-
-  __device__ KeyCopy(const RowsArg& from, int head, int width)
-      : base(static_cast<const Bits*>(from.data) + head * from.head),
-        batch(from.batch),
-        seq(from.seq),
-        valid_cols(width),
-        policy(ptx::read_once()) {}
-
-  // paged: each row by its lane's place; else `place` is the first row's, and `rows` are there.
-  __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
-    const int lane = threadIdx.x % 32, row = lane / group, piece = lane % group;
-    const unsigned address = ptx::shared_address(to.data);
-    const auto copy = [&](int i, const Bits* source, bool there) {
-      const int at = row + i * row_step;
-#pragma unroll
-      for (int g = 0; g < groups; ++g) {
-        const int col = (piece + g * group) * (16 / C.number_bytes());
-        const int valid = there ? valid_cols - col : 0;
-        const unsigned target =
-            address + at * Tile::row_bytes + (((piece + g * group) ^ Tile::permutation(at)) << 4);
-        if constexpr (C.aligned && hints) {
-          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0, policy);
-        } else if constexpr (C.aligned) {
-          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0);
-        } else if constexpr (C.narrow()) {
-          ptx::store(target, gather_bytes(source + col, valid));
-        } else {
-          ptx::store(target, tile::gather<C.type>({source, 0, false}, col, valid));
-        }
-      }
-    };
-    if (paged) {
-#pragma unroll
-      for (int i = 0; i < C.keys / row_step; ++i) {
-        const int block = __shfl_sync(~0u, place.block, row + i * row_step);
-        const int slot = __shfl_sync(~0u, place.slot, row + i * row_step);
-        copy(i, block < 0 ? base : base + (block * batch + slot * seq), block >= 0);
-      }
-    } else {
-      const Bits* source = base + (place.block * batch + (place.slot + row) * seq);
-#pragma unroll
-      for (int i = 0; i < C.keys / row_step; ++i) {
-        const bool there = row + i * row_step < rows;
-        copy(i, there ? source : base, there);
-        source += row_step * seq;
-      }
-    }
-  }
-};
-
-// The tile of q, rotated; rows that are not there are zeros.
-template <DecodeConfig C>
-__device__ __forceinline__ void load_q(const DecodeParams& params, const tile::DecodeTile& tile,
-                                       DecodeShared<C>& shared) {
-  constexpr int threads = C.warps * 32, pieces = C.head_dim / 8;
-  const AttentionParams& a = params.attention;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < C.block_m * pieces; i += threads) {
-    const int r = i / pieces, col = i % pieces * 8;
-    const auto [query, h, there] = tile.row(params, r);
-    const int valid = there ? a.head_dim - col : 0;
-    const long long row = tile.b * a.q.batch + (0LL + tile.sequence.q_begin + query) * a.q.seq + h * a.q.head;
-    const unsigned to = ptx::shared_address(shared.q.at(r, col / 8));
-    const auto* from = static_cast<const tile::HalfBits*>(a.q.data) + (there ? row : 0);
-    if (params.rotary_dim > col && valid > 0) {
-      const int position = params.query_position(tile.sequence, query);
-      float x[8];
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-        x[e] = e < valid ? tile::turned<C.type>(params, a.q, row, col + e, position) : 0.0f;
-      ptx::store(to, uint4{ptx::pack<C.type>(x[0], x[1]), ptx::pack<C.type>(x[2], x[3]),
-                           ptx::pack<C.type>(x[4], x[5]), ptx::pack<C.type>(x[6], x[7])});
-    } else if constexpr (C.aligned) {
-      ptx::copy_async(to, valid > 0 ? from + col : from, valid > 0 ? 16 : 0);
-    } else {
-      ptx::store(to, tile::gather<C.type>({from, 0, false}, col, valid));
-    }
-  }
-}
-
-// For 8-bit keys: as float16, each row times a power of two, so that the largest of its numbers is below 2^14
-// and none that counts is lost. state[0] gets what undoes it. A warp has a row.
-template <DecodeConfig C>
-__device__ __forceinline__ void load_narrow_q(const DecodeParams& params, const tile::DecodeTile& tile,
-                                              DecodeShared<C>& shared) {
-  const AttentionParams& a = params.attention;
-  const int lane = threadIdx.x % 32, col = lane * 8;
-  const int first = col / 16 * 16 + col / 8 % 2;  // and every second one from there on
-#pragma unroll 2
-  for (int r = threadIdx.x / 32; r < C.block_m; r += C.warps) {
-    const auto [query, h, there] = tile.row(params, r);
-    const long long row = tile.b * a.q.batch + (0LL + tile.sequence.q_begin + query) * a.q.seq + h * a.q.head;
-    const int position = params.rotary_dim > 0 ? params.query_position(tile.sequence, query) : 0;
-    float x[8], most = 0.0f;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int c = first + 2 * e;
-      x[e] = there && c < a.head_dim ? tile::turned<C.type>(params, a.q, row, c, position) : 0.0f;
-      most = fmaxf(most, fabsf(x[e]));
-    }
-    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-    const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
-    const int up = 13 - max(exponent, -100);
-    const float by = __uint_as_float(static_cast<unsigned>(127 + up) << 23);
-    if (col < C.head_dim) {
-      const auto pack = [&](int e) { return ptx::pack<Half::float16>(x[e] * by, x[e + 1] * by); };
-      ptx::store(ptx::shared_address(shared.q.at(r, lane)), uint4{pack(0), pack(2), pack(4), pack(6)});
-    }
-    if (lane == 0) shared.state[0][r].x = __uint_as_float(static_cast<unsigned>(127 - up) << 23);
-  }
-}
 
 // The lane's c-th row of the j-th 8 of a tile.
 [[nodiscard]] __device__ __forceinline__ int row_of_lane(int j, int c) {
@@ -411,74 +249,6 @@ struct DecodeState {
   }
 };
 
-// The keys of a warp: `parts` parts of `part_keys` keys, a multiple of C.keys, from `first` on; of them those
-// from begin to end - 1.
-struct WarpKeys {
-  int first, part_keys, parts;
-  int begin, end;
-};
-
-// What a block has to do, as the lengths are now.
-struct DecodeWork {
-  tile::DecodeTile tile;
-  int split;
-  Mask mask;
-  Range seen;  // by any query of the sequence
-  DecodeSplits splits;
-  DecodeBlocks blocks;  // of the tile
-
-  __device__ __forceinline__ explicit DecodeWork(const DecodeParams& params)
-      : tile(tile::find_decode_tile(params, params.most_splits.quotient(ptx::block_index()))),
-        split(params.most_splits.remainder(ptx::block_index())),
-        mask(params.mask(tile.sequence)),
-        seen(mask.keys_of_any({0, tile.sequence.seqlen_q})),
-        splits(params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()))),
-        blocks(params.blocks_of(splits)) {}
-  [[nodiscard]] __device__ __forceinline__ bool none() const {
-    return tile.queries == 0 || split >= blocks.count;
-  }
-  // Of the block's warps those that have parts.
-  [[nodiscard]] __device__ __forceinline__ int warps(int all) const {
-    return min(all, (splits.count - split * all * blocks.parts + blocks.parts - 1) / blocks.parts);
-  }
-  // The warp's keys that some query of the tile sees.
-  [[nodiscard]] __device__ __forceinline__ WarpKeys keys(int all_warps) const {
-    const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
-    const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
-    const int part = (split * all_warps + ptx::warp_index()) * blocks.parts;
-    WarpKeys keys;
-    keys.part_keys = splits.keys;
-    keys.parts = min(blocks.parts, splits.count - part);
-    const long long from = seen.begin + 1LL * part * splits.keys;
-    const long long past = from + 1LL * max(keys.parts, 0) * splits.keys;
-    keys.first = static_cast<int>(min(from, seen.end));
-    keys.begin = static_cast<int>(max(own.begin, from));
-    keys.end = static_cast<int>(min(own.end, min(seen.end, past)));
-    return keys;
-  }
-};
-
-// Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
-// to do. Lengths may be about to change: then that was for nothing. Nothing is read here but them.
-template <DecodeConfig C>
-__device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work) {
-  const AttentionParams& a = params.attention;
-  if (work.none()) return;
-  const WarpKeys keys = work.keys(C.warps);
-  if (keys.begin >= keys.end) return;
-  const int first = keys.begin - (keys.begin - keys.first) % C.keys;
-  const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
-    const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) +
-                      work.tile.head_k * rows.head + (at.block * rows.batch + at.slot * rows.seq);
-    for (int col = 0; col < width; col += 128 / C.number_bytes()) ptx::prefetch(row + col);  // lines
-  };
-  for (int i = threadIdx.x % 32; i < (C.stages - 1) * C.keys && first + i < keys.end; i += 32) {
-    const DecodeParams::Slot at = params.slot(work.tile.b, work.tile.sequence.k_begin + first + i);
-    ask(a.k, at, a.head_dim);
-    ask(a.v, at, a.head_dim_v);
-  }
-}
-
 // One warp's keys. Without parts nothing is known of `state`.
 template <DecodeConfig C, int n, int mv>
 __device__ __forceinline__ void attend(const DecodeParams& params, const tile::DecodeTile& tile,
@@ -517,10 +287,10 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 
 #pragma unroll
   for (int i = 0; i < ahead; ++i) {
-    if (i == 0 && !C.narrow()) load_q<C>(params, tile, shared);  // belongs to the first group
+    if (i == 0 && !C.narrow()) load_q<C>(params, tile, shared.q);  // belongs to the first group
     load(first_step + i, place_of(first_step + i));
   }
-  if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared);
+  if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared.q, shared.state[0]);
   KeyPlace next = place_of(first_step + ahead);
   const DecodeSlopes<n> slopes(params, tile);
   // Keys that every row sees.
