@@ -9,9 +9,10 @@
 //
 // Keys are the rows of mma's tiles, and the tile's rows their columns, of which 8 are enough.
 //
-// 8-bit keys and values become float16 on their way from shared memory to mma (ptx/bytes.cuh): of every 16
-// columns then the even ones come first, in k as in q, and in what becomes of v until it is written. Their
-// scales cost the loop nothing for each of them: k's multiplies the products with q, v's the end.
+// 8-bit keys and values become float16 on their way from shared memory to mma (ptx/bytes.cuh). What a lane
+// reads of k is four neighbours, for mma two pairs 8 columns apart: of every 16 columns of q, too, the first
+// two of each four come first. Of v even columns come first, until it is written. Their scales cost the loop
+// nothing for each of them: k's multiplies the products with q, v's the end.
 //
 // decode_load.cuh says which keys a warp has, and brings them.
 #pragma once
@@ -73,31 +74,31 @@ struct DecodeSlopes {
   }
 };
 
-// k q^T becomes the score, in powers of two. whole: every row sees every key; otherwise which key a row sees
-// is worked out here, which is rare, and keeps no registers.
+// k q^T becomes the score, in powers of two. by: what it is multiplied by, in each row. whole: every row sees
+// every key; otherwise which key a row sees is worked out here, which is rare, and keeps no registers.
 template <int m, int n>
 __device__ __forceinline__ void score(const DecodeParams& params, const tile::DecodeTile& tile,
-                                      tile::FragmentC (&s)[m][n], const DecodeSlopes<n>& slopes,
-                                      int first_key, int past, bool whole) {
+                                      tile::FragmentC (&s)[m][n], const float (&by)[n][2],
+                                      const DecodeSlopes<n>& slopes, int first_key, int past, bool whole) {
   const AttentionParams& a = params.attention;
-  const bool capped = a.softcap != 0.0f;
-  const float inner = capped ? a.scale / a.softcap : a.scale_log2;
-  const float outer = a.softcap * ptx::log2_e;
-  const int lane_key = first_key + threadIdx.x % 32 / 4;
+  const auto of_all = [&](const auto& change) {
 #pragma unroll
-  for (int i = 0; i < m; ++i) {
+    for (int i = 0; i < m; ++i) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
+      for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float x = s[i][j][e] * inner;
-        if (capped) x = outer * tile::tanh(x, a.softcap > 512.0f);
-        s[i][j][e] = x;
+        for (int e = 0; e < 4; ++e) change(s[i][j][e], by[j][e % 2]);
       }
     }
+  };
+  of_all([](float& x, float factor) { x *= factor; });
+  if (a.softcap != 0.0f) {
+    const float outer = a.softcap * ptx::log2_e;
+    of_all([&](float& x, float) { x = outer * tile::tanh(x, a.softcap > 512.0f); });
   }
   // change(x, key) for the scores of each row.
   const auto of_rows = [&](const auto& change_of) {
+    const int lane_key = first_key + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
@@ -124,19 +125,6 @@ __device__ __forceinline__ void score(const DecodeParams& params, const tile::De
       const int begin = static_cast<int>(keys.begin), end = min(static_cast<int>(keys.end), past);
       return [=](float& x, int key) { x = key < begin || key >= end ? -ptx::infinity : x; };
     });
-  }
-}
-
-// Each column of s times its own number.
-template <int m, int n>
-__device__ __forceinline__ void multiply_columns(tile::FragmentC (&s)[m][n], const float (&by)[n][2]) {
-#pragma unroll
-  for (int i = 0; i < m; ++i) {
-#pragma unroll
-    for (int j = 0; j < n; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][j][e] *= by[j][e % 2];
-    }
   }
 }
 
@@ -172,23 +160,16 @@ struct DecodeState {
   template <int m>
   __device__ __forceinline__ void exponentiate(tile::FragmentC (&s)[m][n]) {
     bool moved = false;
-    float by[n][2];
+    float most[n][2];
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float most = fmaxf(s[0][j][c], s[0][j][c + 2]);
+        float& x = most[j][c] = fmaxf(s[0][j][c], s[0][j][c + 2]);
 #pragma unroll
-        for (int i = 1; i < m; ++i) most = fmaxf(most, fmaxf(s[i][j][c], s[i][j][c + 2]));
-        most = over_keys(most, [](float x, float y) { return fmaxf(x, y); });
-        const float before = reference[j][c];
-        by[j][c] = 1.0f;
-        if (most - before > slack) {  // from -inf to anything, too
-          // A row that has seen nothing has no sum: any factor will do, but not NaN.
-          by[j][c] = before == -ptx::infinity ? 0.0f : ptx::exp2(before - most);
-          reference[j][c] = most;
-          moved = true;
-        }
+        for (int i = 1; i < m; ++i) x = fmaxf(x, fmaxf(s[i][j][c], s[i][j][c + 2]));
+        x = over_keys(x, [](float a, float b) { return fmaxf(a, b); });
+        moved |= x - reference[j][c] > slack;  // from -inf to anything, too
       }
     }
     if (__any_sync(~0u, moved)) {
@@ -196,11 +177,15 @@ struct DecodeState {
       for (int j = 0; j < n; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          sum[j][c] *= by[j][c];
+          const float before = reference[j][c];
+          if (most[j][c] - before > slack) reference[j][c] = most[j][c];
+          // A row that has seen nothing has no sum: any factor will do, but not NaN.
+          const float by = before == -ptx::infinity ? 0.0f : ptx::exp2(before - reference[j][c]);
+          sum[j][c] *= by;
 #pragma unroll
           for (int d = 0; d < mv; ++d) {
-            o[d][j][c] *= by[j][c];
-            o[d][j][c + 2] *= by[j][c];
+            o[d][j][c] *= by;
+            o[d][j][c + 2] *= by;
           }
         }
       }
@@ -272,30 +257,31 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
     const auto [block, slot] = params.slot(tile.b, tile.sequence.k_begin + mine);
     return KeyPlace{block, slot};
   };
-  const KeyCopy<C, C.head_dim> copy_k(a.k, tile.head_k, a.head_dim);
-  const KeyCopy<C, C.head_dim_v> copy_v(a.v, tile.head_k, a.head_dim_v);
+  KeyPlace next = place_of(first_step);
+  KeyCopy<C, C.head_dim> copy_k(a.k, tile.head_k, a.head_dim, paged, next);
+  KeyCopy<C, C.head_dim_v> copy_v(a.v, tile.head_k, a.head_dim_v, paged, next);
   int filling = 0;  // the buffer that is filled next
-  const auto load = [&](int step, const KeyPlace& place) {
+  const auto load = [&](int step) {
     if (step < last_step) {
       const int rows = keys.end - keys.first - step * C.keys;
-      copy_k(shared.ring[warp][filling].k, paged, place, rows);
-      copy_v(shared.ring[warp][filling].v, paged, place, rows);
+      copy_k(shared.ring[warp][filling].k, paged, next, rows);
+      copy_v(shared.ring[warp][filling].v, paged, next, rows);
       filling = filling + 1 == C.stages ? 0 : filling + 1;
     }
     cute::cp_async_fence();
+    if (paged) next = place_of(step + 1);
   };
 
-#pragma unroll
-  for (int i = 0; i < ahead; ++i) {
-    if (i == 0 && !C.narrow()) load_q<C>(params, tile, shared.q);  // belongs to the first group
-    load(first_step + i, place_of(first_step + i));
-  }
+  if constexpr (!C.narrow()) load_q<C>(params, tile, shared.q);  // belongs to the first group
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) load(first_step + i);
   if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared.q, shared.state[0]);
-  KeyPlace next = place_of(first_step + ahead);
   const DecodeSlopes<n> slopes(params, tile);
   // Keys that every row sees.
   const Range all =
       params.mask(tile.sequence).keys_of_all({tile.first_query, tile.first_query + tile.queries});
+  const int all_begin = static_cast<int>(min(all.begin, 1LL * keys.end)),
+            all_end = static_cast<int>(min(all.end, 1LL * keys.end));
 
   const tile::Lanes<tile::Order::cols_first, C.head_dim> lanes_q;
   const tile::Lanes<tile::Order::rows_first, KeyTile<C, C.head_dim>::cols> lanes_k;
@@ -324,14 +310,15 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 #pragma unroll
     for (int d = 0; d < depth; ++d) read_queries(q[d], d);
   }
-  float unit[C.narrow() ? n : 1][2];  // what k q^T of 8-bit keys is to be multiplied by, in each row
-  if constexpr (C.narrow()) {
-    const float of_k = params.k_scale.of(tile.head_k) * ptx::byte_unit(C.stored);
+  // What k q^T is to be multiplied by, in each row.
+  const float inner = a.softcap != 0.0f ? a.scale / a.softcap : a.scale_log2;
+  const float of_k = C.narrow() ? params.k_scale.of(tile.head_k) * ptx::byte_unit(C.stored) : 1.0f;
+  float unit[n][2];
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
+  for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) unit[j][c] = of_k * shared.state[0][row_of_lane(j, c)].x;
-    }
+    for (int c = 0; c < 2; ++c)
+      unit[j][c] = C.narrow() ? of_k * shared.state[0][row_of_lane(j, c)].x * inner : inner;
   }
   // s += k q^T of 16 keys and 16 of the depth, the d-th of those that q has.
   const auto multiply_k = [&](tile::FragmentC(&to)[n], const tile::FragmentA& k, int d) {
@@ -353,8 +340,7 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
       cute::cp_async_wait<ahead - 1>();
       __syncwarp();  // the step's keys are there for all lanes, and all are done with those of the step
                      // before
-      load(step + ahead, next);
-      next = place_of(step + ahead + 1);
+      load(step + ahead);
 
       auto& now = shared.ring[warp][stage];
       stage = stage + 1 == C.stages ? 0 : stage + 1;
@@ -376,8 +362,8 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               tile::FragmentA k;
-              ptx::widen_bytes<C.stored>(read[2 * e], k[0], k[2]);
-              ptx::widen_bytes<C.stored>(read[2 * e + 1], k[1], k[3]);
+              ptx::widen_bytes<C.stored, false>(read[2 * e], k[0], k[2]);
+              ptx::widen_bytes<C.stored, false>(read[2 * e + 1], k[1], k[3]);
               multiply_k(s[i], k, held ? d + e : e);
             }
           } else {
@@ -385,10 +371,8 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
           }
         }
       }
-      const bool whole =
-          all.begin <= first_key && first_key + C.keys <= all.end && first_key + C.keys <= keys.end;
-      if constexpr (C.narrow()) multiply_columns(s, unit);
-      score(params, tile, s, slopes, first_key, keys.end, whole);
+      const bool whole = all_begin <= first_key && first_key + C.keys <= all_end;
+      score(params, tile, s, unit, slopes, first_key, keys.end, whole);
       state.exponentiate(s);
 #pragma unroll
       for (int i = 0; i < m; ++i) {
@@ -410,8 +394,8 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               tile::FragmentA v;
-              ptx::widen_bytes<C.stored>(read[e], v[0], v[1]);
-              ptx::widen_bytes<C.stored>(read[e + 2], v[2], v[3]);
+              ptx::widen_bytes<C.stored, true>(read[e], v[0], v[1]);
+              ptx::widen_bytes<C.stored, true>(read[e + 2], v[2], v[3]);
               multiply_v(state.o[d + e], v);
             }
           } else {

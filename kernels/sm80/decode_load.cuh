@@ -61,55 +61,62 @@ struct KeyCopy {
   static constexpr bool hints = C.block_m * C.head_dim_v <= 2048 && row_step > 1;
 #endif
 
-  const Bits* base;  // of the head
+  // Paged: the head's first row. Contiguous: the lane's first row of the next step. Both at its columns.
+  const Bits* from;
   long long batch, seq;
-  int valid_cols;
-  unsigned long long policy;
+  int valid_cols;  // from the lane's on
+  // Where its first piece goes in a tile: (address + lane_at) ^ lane_bits. Not one sum, for ptxas's sake: see
+  // hints.
+  unsigned lane_at, lane_bits;
 
-  __device__ KeyCopy(const RowsArg& from, int head, int width)
-      : base(static_cast<const Bits*>(from.data) + head * from.head),
-        batch(from.batch),
-        seq(from.seq),
-        valid_cols(width),
-        policy(ptx::read_once()) {}
+  // first: of a contiguous cache the first key that will be asked for.
+  __device__ KeyCopy(const RowsArg& rows, int head, int width, bool paged, const KeyPlace& first)
+      : batch(rows.batch), seq(rows.seq) {
+    const int col = lane_piece() * (16 / C.number_bytes());
+    from = static_cast<const Bits*>(rows.data) + head * rows.head + col;
+    if (!paged) from += first.block * batch + (0LL + first.slot + lane_row()) * seq;
+    valid_cols = width - col;
+    constexpr int mixed = Tile::cols % 64 == 0 ? 7 : 3;  // the bits of a piece that its row changes
+    lane_at = ptx::opaque(lane_row() * Tile::row_bytes + ((lane_piece() & ~mixed) << 4));
+    lane_bits = ptx::opaque(((lane_piece() & mixed) ^ Tile::permutation(lane_row())) << 4);
+  }
+  static __device__ __forceinline__ int lane_row() { return threadIdx.x % 32 / group; }
+  static __device__ __forceinline__ int lane_piece() { return threadIdx.x % group; }
 
-  // paged: each row by its lane's place; else `place` is the first row's, and `rows` are there.
-  __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
-    const int lane = threadIdx.x % 32, row = lane / group, piece = lane % group;
-    const unsigned address = ptx::shared_address(to.data);
+  // The next step's. paged: each row by its lane's place; else the first `rows` are there.
+  __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) {
+    const unsigned address = ptx::shared_address(to.data) + lane_at;
     const auto copy = [&](int i, const Bits* source, bool there) {
-      const int at = row + i * row_step;
+      // Rows i * row_step and the lane's have no bit in common, nor have pieces g * group and the lane's.
+      const unsigned target =
+          (address ^ lane_bits ^ Tile::permutation(i * row_step) << 4) + i * row_step * Tile::row_bytes;
 #pragma unroll
       for (int g = 0; g < groups; ++g) {
-        const int col = (piece + g * group) * (16 / C.number_bytes());
-        const int valid = there ? valid_cols - col : 0;
-        const unsigned target =
-            address + at * Tile::row_bytes + (((piece + g * group) ^ Tile::permutation(at)) << 4);
+        const int col = g * group * (16 / C.number_bytes()), valid = there ? valid_cols - col : 0;
         if constexpr (C.aligned && hints) {
-          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0, policy);
+          ptx::copy_async(target + g * group * 16, source + col, valid > 0 ? 16 : 0, ptx::read_once());
         } else if constexpr (C.aligned) {
-          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0);
+          ptx::copy_async(target + g * group * 16, source + col, valid > 0 ? 16 : 0);
         } else if constexpr (C.narrow()) {
-          ptx::store(target, gather_bytes(source + col, valid));
+          ptx::store(target + g * group * 16, gather_bytes(source + col, valid));
         } else {
-          ptx::store(target, tile::gather<C.type>({source, 0, false}, col, valid));
+          ptx::store(target + g * group * 16, tile::gather<C.type>({source, 0, false}, col, valid));
         }
       }
     };
     if (paged) {
 #pragma unroll
       for (int i = 0; i < C.keys / row_step; ++i) {
-        const int block = __shfl_sync(~0u, place.block, row + i * row_step);
-        const int slot = __shfl_sync(~0u, place.slot, row + i * row_step);
-        copy(i, block < 0 ? base : base + (block * batch + slot * seq), block >= 0);
+        const int block = __shfl_sync(~0u, place.block, lane_row() + i * row_step);
+        const int slot = __shfl_sync(~0u, place.slot, lane_row() + i * row_step);
+        copy(i, block < 0 ? from : from + (block * batch + slot * seq), block >= 0);
       }
     } else {
-      const Bits* source = base + (place.block * batch + (place.slot + row) * seq);
+      const int lane_rows = rows - lane_row();
 #pragma unroll
       for (int i = 0; i < C.keys / row_step; ++i) {
-        const bool there = row + i * row_step < rows;
-        copy(i, there ? source : base, there);
-        source += row_step * seq;
+        copy(i, from, i * row_step < lane_rows);
+        from += row_step * seq;
       }
     }
   }
@@ -220,7 +227,7 @@ __device__ __forceinline__ void load_narrow_q(const DecodeParams& params, const 
                                               QueryTile<C>& q, float2* units) {
   const AttentionParams& a = params.attention;
   const int lane = threadIdx.x % 32, col = lane * 8;
-  const int first = col / 16 * 16 + col / 8 % 2;  // and every second one from there on
+  const int first = col / 16 * 16 + col / 8 % 2 * 2;  // and the next, and two of each four from there on
 #pragma unroll 2
   for (int r = threadIdx.x / 32; r < C.block_m; r += C.warps) {
     const auto [query, h, there] = tile.row(params, r);
@@ -229,7 +236,7 @@ __device__ __forceinline__ void load_narrow_q(const DecodeParams& params, const 
     float x[8], most = 0.0f;
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      const int c = first + 2 * e;
+      const int c = first + e / 2 * 4 + e % 2;
       x[e] = there && c < a.head_dim ? tile::turned<C.type>(params, a.q, row, c, position) : 0.0f;
       most = fmaxf(most, fabsf(x[e]));
     }

@@ -174,7 +174,8 @@ TEST(DecodePlan, CachesOfBytes) {
     const DecodeConfig config = decode_config(hopper, p, false);
     EXPECT_EQ(config.stored, dtype == DType::int8 ? Stored::int8 : Stored::float8);
     EXPECT_EQ(config.product(), Half::float16);
-    EXPECT_EQ(config.stages * config.number_bytes(), wide.stages * wide.number_bytes());
+    EXPECT_EQ(config.keys, 2 * wide.keys);
+    EXPECT_EQ(config.stages, wide.stages);
     EXPECT_EQ(shared_of(config), shared_of(wide));
     EXPECT_TRUE(config.aligned);
     p.q.data = reinterpret_cast<void*>(2);

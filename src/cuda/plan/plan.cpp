@@ -360,12 +360,15 @@ BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_d
 DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                            std::int64_t rows, bool aligned, Stored stored) {
   DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
-  // As many bytes under way as of 16-bit numbers; and a row of bytes is no 96 of them wide.
-  if (stored != Stored::half) tiles.stages *= 2;
+  // A row of bytes is no 96 of them wide.
   const auto width = [&](int dim) {
     const int cols = tile_width(dim);
     return stored != Stored::half && cols == 96 ? 128 : cols;
   };
+  // As many bytes under way as of 16-bit numbers: by twice the keys a step, where there are registers, for
+  // half the instructions a key.
+  if (stored != Stored::half)
+    (tiles.keys == 16 && width(std::max(head_dim, head_dim_v)) <= 128 ? tiles.keys : tiles.stages) *= 2;
   // Head dims above 192 have no tile of 8 rows: with ptxas's mistake (kernels/sm80/NOTES.md) it ended in an
   // illegal instruction on an H200, and without it has not run there yet.
   const int block_m = rows <= 8 && width(std::max(head_dim, head_dim_v)) <= 192 ? 8
