@@ -380,6 +380,12 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
   return {type,         width(head_dim), width(head_dim_v), block_m, tiles.warps, tiles.keys,
           tiles.stages, levels,          tiles.per_sm,      1,       aligned,     stored};
 }
+DecodeConfig alone(const DeviceLimits& limits, DecodeConfig config) {
+  DecodeConfig deep = config;
+  deep.per_sm = 1;
+  deep.stages *= 2;
+  return shared_of(deep) <= limits.shared_per_block ? deep : config;
+}
 DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
                          bool aligned) {
   DbiasConfig config{type, tile_width(head_dim), tile_width(head_dim_v), 64, aligned, terms};
