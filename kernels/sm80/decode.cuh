@@ -31,13 +31,9 @@ namespace tessera::sm80 {
 
 template <DecodeConfig C>
 struct DecodeShared {
-  struct Step {
-    KeyTile<C, C.head_dim> k;
-    KeyTile<C, C.head_dim_v> v;
-  };
   static constexpr int row = C.head_dim_v + 4;  // two rows of a fragment lie in different banks
   union {
-    Step ring[C.warps][C.stages];
+    typename KeyRing<C>::Step ring[C.warps][C.stages];
     alignas(128) float o[C.warps][C.block_m][row];
   };
   QueryTile<C> q;
@@ -234,47 +230,15 @@ struct DecodeState {
   }
 };
 
-// One warp's keys. Without parts nothing is known of `state`.
+// One warp's keys, of which the first steps have been asked for. Without parts nothing is known of `state`.
 template <DecodeConfig C, int n, int mv>
-__device__ __forceinline__ void attend(const DecodeParams& params, const tile::DecodeTile& tile,
-                                       DecodeShared<C>& shared, const WarpKeys& keys,
-                                       DecodeState<n, mv>& state) {
+__device__ __forceinline__ void attend(const DecodeParams& params, const DecodeWork& work,
+                                       DecodeShared<C>& shared, KeyRing<C>& ring, DecodeState<n, mv>& state) {
   constexpr int m = C.keys / 16, ahead = C.stages - 1;
   const AttentionParams& a = params.attention;
-  const int warp = ptx::warp_index(), lane = threadIdx.x % 32;
-  const bool paged = params.page_table != nullptr;
-  // Steps count from the warp's first key on; those in front of begin are left out.
-  const int last_step = keys.begin < keys.end ? (keys.end - keys.first + C.keys - 1) / C.keys : 0;
-  const int first_step = keys.begin < keys.end ? (keys.begin - keys.first) / C.keys : 0;
-
-  // The place of the lane's key of a step; contiguous: of the step's first key.
-  const KeyPlace row_place{paged || last_step == 0 ? 0 : params.slot(tile.b, 0).block, 0};
-  const auto place_of = [&](int step) {
-    const int key = keys.first + step * C.keys;
-    if (!paged) return KeyPlace{row_place.block, tile.sequence.k_begin + key};
-    const int mine = key + lane % C.keys;
-    if (mine >= keys.end) return KeyPlace{-1, 0};
-    const auto [block, slot] = params.slot(tile.b, tile.sequence.k_begin + mine);
-    return KeyPlace{block, slot};
-  };
-  KeyPlace next = place_of(first_step);
-  KeyCopy<C, C.head_dim> copy_k(a.k, tile.head_k, a.head_dim, paged, next);
-  KeyCopy<C, C.head_dim_v> copy_v(a.v, tile.head_k, a.head_dim_v, paged, next);
-  int filling = 0;  // the buffer that is filled next
-  const auto load = [&](int step) {
-    if (step < last_step) {
-      const int rows = keys.end - keys.first - step * C.keys;
-      copy_k(shared.ring[warp][filling].k, paged, next, rows);
-      copy_v(shared.ring[warp][filling].v, paged, next, rows);
-      filling = filling + 1 == C.stages ? 0 : filling + 1;
-    }
-    cute::cp_async_fence();
-    if (paged) next = place_of(step + 1);
-  };
-
-  if constexpr (!C.narrow()) load_q<C>(params, tile, shared.q);  // belongs to the first group
-#pragma unroll 1
-  for (int i = 0; i < ahead; ++i) load(first_step + i);
+  const tile::DecodeTile& tile = work.tile;
+  const WarpKeys& keys = ring.keys;
+  const int warp = ptx::warp_index();
   if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared.q, shared.state[0]);
   const DecodeSlopes<n> slopes(params, tile);
   // Keys that every row sees.
@@ -329,18 +293,19 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
   // The left ones of pairs, by how many parts they have: those that wait long not in registers.
   constexpr int near = C.levels < 3 ? C.levels : 2, far = C.levels - near;
   DecodeState<n, mv> waiting[near > 0 ? near : 1], waiting_far[far > 0 ? far : 1];
-  int stage = 0, step = first_step;
+  int stage = 0, step = ring.first_step;
 #pragma unroll 1
   for (int part = 0; part < keys.parts; ++part) {
     state.clear();
-    const int past = min(last_step, (part + 1) * (keys.part_keys / C.keys));
+    const int past = min(ring.last_step, (part + 1) * (keys.part_keys / C.keys));
 #pragma unroll 1
     for (; step < past; ++step) {
       const int first_key = keys.first + step * C.keys;
       cute::cp_async_wait<ahead - 1>();
       __syncwarp();  // the step's keys are there for all lanes, and all are done with those of the step
                      // before
-      load(step + ahead);
+      ring.load(params, work, shared.ring[warp], step + ahead);
+      cute::cp_async_fence();
 
       auto& now = shared.ring[warp][stage];
       stage = stage + 1 == C.stages ? 0 : stage + 1;
@@ -452,24 +417,13 @@ __device__ __forceinline__ void publish(DecodeShared<C>& shared, const DecodeSta
   __syncthreads();
 }
 
+// A block's work, once its lengths are known and its warps' first keys are on their way.
 template <DecodeConfig C>
-__device__ void decode(const DecodeParams& params) {
+__device__ __forceinline__ void decode_tile(const DecodeParams& params, const DecodeWork& work,
+                                            DecodeShared<C>& shared, KeyRing<C>& ring) {
   constexpr int threads = C.warps * 32, n = C.block_m / 8, mv = C.head_dim_v / 16;
   constexpr int row_fours = C.head_dim_v / 4;
-  static_assert((C.block_m == 8 || C.block_m % 16 == 0) && C.keys % 16 == 0 && C.keys <= 32 && C.stages >= 2);
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
-
-#if __CUDA_ARCH__ >= 900
-  if constexpr (C.levels > 0) {  // else there are no registers for it
-    if (!params.attention.packed() && params.page_table == nullptr) ask_early<C>(params, DecodeWork(params));
-  }
-#endif
-  ptx::wait_for_earlier();
-  ptx::let_next_begin();  // which may look at lengths at once
   const AttentionParams& a = params.attention;
-  const DecodeWork work(params);
-  if (work.none()) return;  // a cluster's barrier does not wait for those who have left
   const tile::DecodeTile& tile = work.tile;
   const DecodeBlocks& blocks = work.blocks;
   const int split = work.split, warps = work.warps(C.warps);
@@ -481,7 +435,7 @@ __device__ void decode(const DecodeParams& params) {
 #endif
 
   DecodeState<n, mv> state;
-  attend<C>(params, tile, shared, work.keys(C.warps), state);
+  attend<C>(params, work, shared, ring, state);
   publish<C>(shared, state, warps);
   const auto join_warps = [&](float4& o, int r, int col) {
     return tile::join_tree<C.warps>(
@@ -544,6 +498,47 @@ __device__ void decode(const DecodeParams& params) {
       });
     }
 #endif
+  }
+}
+
+// On Hopper a block that waits for earlier kernels has worked out by then what it has to do, by the lengths
+// as they were, and begins with that; if they are others now, it begins again.
+template <DecodeConfig C>
+__device__ void decode(const DecodeParams& params) {
+  static_assert((C.block_m == 8 || C.block_m % 16 == 0) && C.keys % 16 == 0 && C.keys <= 32 && C.stages >= 2);
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
+  const auto wait = [] {
+    ptx::wait_for_earlier();
+    ptx::let_next_begin();  // which may look at lengths at once
+  };
+#if __CUDA_ARCH__ >= 900
+  bool waited = params.attention.packed() || params.page_table != nullptr;
+#else
+  bool waited = true;
+#endif
+  if (waited) wait();
+#pragma unroll 1
+  for (;; waited = true) {  // twice at most
+    const DecodeWork work(params);
+    const bool none = work.none();
+    KeyRing<C> ring(params, work);
+    if (!waited) {
+      if (!none) ask_early<C>(params, work, ring.keys);
+      wait();
+    }
+#pragma unroll 1
+    for (int i = 0; i < C.stages - 1 && !none; ++i) {
+      ring.load(params, work, shared.ring[ptx::warp_index()], ring.first_step + i);
+      if (i == 0 && !C.narrow()) load_q<C>(params, work.tile, shared.q);
+      cute::cp_async_fence();
+    }
+    if (waited || __all_sync(~0u, !work.changed(params))) {
+      if (!none) decode_tile<C>(params, work, shared, ring);  // a cluster's barrier does not wait for others
+      return;
+    }
+    cute::cp_async_wait<0>();
+    __syncwarp();
   }
 }
 

@@ -137,6 +137,7 @@ struct DecodeWork {
   Range seen;  // by any query of the sequence
   DecodeSplits splits;
   DecodeBlocks blocks;  // of the tile
+  int row;              // of the cache, unless that is paged
 
   __device__ __forceinline__ explicit DecodeWork(const DecodeParams& params)
       : tile(tile::find_decode_tile(params, params.most_splits.quotient(ptx::block_index()))),
@@ -144,7 +145,15 @@ struct DecodeWork {
         mask(params.mask(tile.sequence)),
         seen(mask.keys_of_any({0, tile.sequence.seqlen_q})),
         splits(params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()))),
-        blocks(params.blocks_of(splits)) {}
+        blocks(params.blocks_of(splits)),
+        row(params.page_table == nullptr && tile.b < params.attention.batch ? params.slot(tile.b, 0).block
+                                                                            : 0) {}
+  // Whether something that this was made of is another now. Not for packed queries, nor for pages.
+  [[nodiscard]] __device__ __forceinline__ bool changed(const DecodeParams& params) const {
+    const DecodeSequence now = params.sequence(tile.b);
+    return now.before != tile.sequence.before || now.k_begin != tile.sequence.k_begin ||
+           params.slot(tile.b, 0).block != row;
+  }
   [[nodiscard]] __device__ __forceinline__ bool none() const {
     return tile.queries == 0 || split >= blocks.count;
   }
@@ -169,24 +178,73 @@ struct DecodeWork {
   }
 };
 
-// Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
-// to do. Lengths may be about to change: then that was for nothing. Nothing is read here but them.
+// A warp's keys on their way to its ring of buffers.
 template <DecodeConfig C>
-__device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work) {
+struct KeyRing {
+  struct Step {
+    KeyTile<C, C.head_dim> k;
+    KeyTile<C, C.head_dim_v> v;
+  };
+
+  WarpKeys keys;
+  // Steps count from the warp's first key on; those in front of begin are left out.
+  int first_step, last_step;
+  KeyPlace next;  // of the lane's key of the step that is asked for next
+  KeyCopy<C, C.head_dim> copy_k;
+  KeyCopy<C, C.head_dim_v> copy_v;
+  int filling = 0;  // the buffer that is filled next
+
+  __device__ __forceinline__ KeyRing(const DecodeParams& params, const DecodeWork& work)
+      : keys(work.keys(C.warps)),
+        first_step(keys.begin < keys.end ? (keys.begin - keys.first) / C.keys : 0),
+        last_step(keys.begin < keys.end ? (keys.end - keys.first + C.keys - 1) / C.keys : 0),
+        next(place_of(params, work, first_step)),
+        copy_k(params.attention.k, work.tile.head_k, params.attention.head_dim, paged(params), next),
+        copy_v(params.attention.v, work.tile.head_k, params.attention.head_dim_v, paged(params), next) {}
+
+  static __device__ __forceinline__ bool paged(const DecodeParams& params) {
+    return params.page_table != nullptr;
+  }
+  // Contiguous: of the step's first key.
+  [[nodiscard]] __device__ __forceinline__ KeyPlace place_of(const DecodeParams& params,
+                                                             const DecodeWork& work, int step) const {
+    const int key = keys.first + step * C.keys, slot = work.tile.sequence.k_begin + key;
+    if (!paged(params)) return {work.row, slot};
+    const int lane = threadIdx.x % C.keys;
+    if (key + lane >= keys.end) return {-1, 0};
+    const auto [block, at] = params.slot(work.tile.b, slot + lane);
+    return {block, at};
+  }
+  // Asks for a step that comes next, if it exists.
+  __device__ __forceinline__ void load(const DecodeParams& params, const DecodeWork& work,
+                                       Step (&ring)[C.stages], int step) {
+    if (step < last_step) {
+      const int rows = keys.end - keys.first - step * C.keys;
+      copy_k(ring[filling].k, paged(params), next, rows);
+      copy_v(ring[filling].v, paged(params), next, rows);
+      filling = filling + 1 == C.stages ? 0 : filling + 1;
+    }
+    if (paged(params)) next = place_of(params, work, step + 1);
+  }
+};
+
+// Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
+// to do. Lengths may be about to change: then that was for nothing. Nothing is read here.
+template <DecodeConfig C>
+__device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work,
+                                          const WarpKeys& keys) {
   const AttentionParams& a = params.attention;
-  if (work.none()) return;
-  const WarpKeys keys = work.keys(C.warps);
   if (keys.begin >= keys.end) return;
   const int first = keys.begin - (keys.begin - keys.first) % C.keys;
-  const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
+  const auto ask = [&](const RowsArg& rows, int slot, int width) {
     const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) +
-                      work.tile.head_k * rows.head + (at.block * rows.batch + at.slot * rows.seq);
+                      work.tile.head_k * rows.head + (work.row * rows.batch + slot * rows.seq);
     for (int col = 0; col < width; col += 128 / C.number_bytes()) ptx::prefetch(row + col);  // lines
   };
   for (int i = threadIdx.x % 32; i < (C.stages - 1) * C.keys && first + i < keys.end; i += 32) {
-    const DecodeParams::Slot at = params.slot(work.tile.b, work.tile.sequence.k_begin + first + i);
-    ask(a.k, at, a.head_dim);
-    ask(a.v, at, a.head_dim_v);
+    const int slot = work.tile.sequence.k_begin + first + i;
+    ask(a.k, slot, a.head_dim);
+    ask(a.v, slot, a.head_dim_v);
   }
 }
 

@@ -365,15 +365,17 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
     const int cols = tile_width(dim);
     return stored != Stored::half && cols == 96 ? 128 : cols;
   };
-  // As many bytes under way as of 16-bit numbers: by twice the keys a step, where there are registers, for
-  // half the instructions a key.
-  if (stored != Stored::half)
-    (tiles.keys == 16 && width(std::max(head_dim, head_dim_v)) <= 128 ? tiles.keys : tiles.stages) *= 2;
   // Head dims above 192 have no tile of 8 rows: with ptxas's mistake (kernels/sm80/NOTES.md) it ended in an
   // illegal instruction on an H200, and without it has not run there yet.
   const int block_m = rows <= 8 && width(std::max(head_dim, head_dim_v)) <= 192 ? 8
                       : rows <= 16                                              ? 16
                                                                                 : tiles.block_m;
+  // As many bytes under way as of 16-bit numbers: by twice the keys a step, where there are registers, for
+  // half the instructions a key.
+  if (stored != Stored::half) {
+    const bool wide = block_m > 16 || width(std::max(head_dim, head_dim_v)) > 128;
+    (wide || tiles.keys > 16 ? tiles.stages : tiles.keys) *= 2;
+  }
   // A part that waits for its right neighbour has as many registers as o.
   const int registers = block_m * width(head_dim_v) / 32;
   const int levels = registers > 32 ? 0 : 4;
