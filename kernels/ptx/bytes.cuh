@@ -14,28 +14,38 @@ namespace tessera::ptx {
 #endif
 }
 
-// Bytes 0 and 2 of x, and bytes 1 and 3, as pairs.
-template <Stored stored>
-__device__ __forceinline__ void widen_bytes(unsigned x, unsigned& even, unsigned& odd) {
+// The bytes of x as two pairs. across: 0 and 2, 1 and 3; else 0 and 1, 2 and 3.
+template <Stored stored, bool across>
+__device__ __forceinline__ void widen_bytes(unsigned x, unsigned& left, unsigned& right) {
+  constexpr unsigned second = across ? 2 : 1, third = across ? 1 : 2;
   if constexpr (stored == Stored::int8) {
     // The float16 1024 + 128 + n has n + 128, a byte, in its low bits.
-    constexpr unsigned offset = 0x64806480u;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(even) : "r"(x & 0x00FF00FFu ^ offset), "r"(offset));
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(odd) : "r"(x >> 8 & 0x00FF00FFu ^ offset), "r"(offset));
+    const auto half = [byte = x ^ 0x80808080u](unsigned a, unsigned b) {
+      unsigned pair = __byte_perm(byte, 0x64u, 0x4040u | a | b << 8);
+      asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x64806480u));
+      return pair;
+    };
+    left = half(0, second);
+    right = half(third, 3);
   } else {
 #if __CUDA_ARCH__ >= 890
-    const unsigned sorted = __byte_perm(x, 0, 0x3120);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(even) : "h"(static_cast<unsigned short>(sorted)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(odd) : "h"(static_cast<unsigned short>(sorted >> 16)));
+    const unsigned sorted = across ? __byte_perm(x, 0, 0x3120) : x;
+    asm("{.reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;}"
+        : "=r"(left), "=r"(right)
+        : "r"(sorted));
 #else
     // In a float16 of the same bits the exponent says 8 less. All ones but the sign, NaN, is the one that
     // carries.
-    const auto half = [](unsigned high) {
+    const auto half = [x](unsigned a, unsigned b) {
+      const unsigned high = __byte_perm(x, 0, 0x0404u | a << 4 | b << 12);
       const unsigned bits = high & 0x80008000u | high >> 1 & 0x3F803F80u;
       return bits | bits + 0x00800080u & 0x40004000u;
     };
-    even = half(x << 8);
-    odd = half(x);
+    left = half(0, second);
+    right = half(third, 3);
 #endif
   }
 }

@@ -9,11 +9,12 @@
 //
 // Keys are the rows of mma's tiles, and the tile's rows their columns, of which 8 are enough.
 //
-// 8-bit keys and values become float16 on their way from shared memory to mma (ptx/bytes.cuh): of every 16
-// columns then the even ones come first, in k as in q, and in what becomes of v until it is written. Their
-// scales cost the loop nothing for each of them: k's multiplies the products with q, v's the end.
+// 8-bit keys and values become float16 on their way from shared memory to mma (ptx/bytes.cuh). What a lane
+// reads of k is four neighbours, for mma two pairs 8 columns apart: of every 16 columns of q, too, the first
+// two of each four come first. Of v even columns come first, until it is written. Their scales cost the loop
+// nothing for each of them: k's multiplies the products with q, v's the end.
 //
-// A key's place is looked up by one lane, a step before the copy asks for it: a page may have any size.
+// decode_load.cuh says which keys a warp has, and brings them.
 #pragma once
 
 #include "core/attention_config.h"
@@ -21,193 +22,27 @@
 #include "ptx/bytes.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
-#include "tile/copy.cuh"
+#include "sm80/decode_load.cuh"
 #include "tile/fragments.cuh"
 #include "tile/scores.cuh"
 #include "tile/states.cuh"
 
 namespace tessera::sm80 {
 
-// Of k or v, `cols` numbers wide. A tile of bytes is one of half as many 16-bit columns.
-template <DecodeConfig C, int cols>
-using KeyTile = tile::SharedTile<C.keys, cols * C.number_bytes() / 2>;
-
 template <DecodeConfig C>
 struct DecodeShared {
-  struct Step {
-    KeyTile<C, C.head_dim> k;
-    KeyTile<C, C.head_dim_v> v;
-  };
   static constexpr int row = C.head_dim_v + 4;  // two rows of a fragment lie in different banks
   union {
-    Step ring[C.warps][C.stages];
+    typename KeyRing<C>::Step ring[C.warps][C.stages];
     alignas(128) float o[C.warps][C.block_m][row];
   };
-  tile::SharedTile<(C.block_m < 16 ? 16 : C.block_m), C.head_dim> q;  // ldmatrix reads 16 rows
-  float2 state[C.warps][C.block_m];                                   // reference and sum; at first q's units
+  QueryTile<C> q;
+  float2 state[C.warps][C.block_m];  // reference and sum; at first q's units
   // What the cluster's blocks send this one: its share of the tile, of each of them.
   static constexpr int fours = C.cluster == 1 ? 1 : C.block_m * (C.head_dim_v / 4) + C.cluster;
   alignas(16) float4 sent[fours];
   float2 sent_state[fours];
 };
-
-// Where the key of a lane lies; block -1: there is none.
-struct KeyPlace {
-  int block, slot;
-};
-
-// A number of the cache.
-template <bool narrow>
-struct CacheNumber {
-  using Bits = tile::HalfBits;
-};
-template <>
-struct CacheNumber<true> {
-  using Bits = unsigned char;
-};
-
-// Sixteen bytes one by one, those from valid on as zeros.
-[[nodiscard]] __device__ inline uint4 gather_bytes(const unsigned char* from, int valid) {
-  unsigned words[4] = {};
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if (i < valid) words[i / 4] |= static_cast<unsigned>(from[i]) << (8 * (i % 4));
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
-// Copies C.keys rows of k or v to a buffer of the warp.
-template <DecodeConfig C, int cols>
-struct KeyCopy {
-  using Tile = KeyTile<C, cols>;
-  using Bits = typename CacheNumber<C.narrow()>::Bits;
-  static constexpr int group = (Tile::pieces & -Tile::pieces) < 32 ? Tile::pieces & -Tile::pieces : 32;
-  static constexpr int groups = Tile::pieces / group, row_step = 32 / group;
-  static_assert(C.keys % row_step == 0);
-  // Where there are registers for them. ptxas 13.0 loses the uniform register of a copy with a hint whose
-  // address in shared memory is a uniform one and the lane's share: [R + UR0], desc[UR1], an illegal
-  // instruction. On Hopper these are rows of 32 pieces, on Blackwell others, too.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  static constexpr bool hints = false;
-#else
-  static constexpr bool hints = C.block_m * C.head_dim_v <= 2048 && row_step > 1;
-#endif
-
-  const Bits* base;  // of the head
-  long long batch, seq;
-  int valid_cols;
-  unsigned long long policy;
-
-  __device__ KeyCopy(const RowsArg& from, int head, int width)
-      : base(static_cast<const Bits*>(from.data) + head * from.head),
-        batch(from.batch),
-        seq(from.seq),
-        valid_cols(width),
-        policy(ptx::read_once()) {}
-
-  // paged: each row by its lane's place; else `place` is the first row's, and `rows` are there.
-  __device__ __forceinline__ void operator()(Tile& to, bool paged, const KeyPlace& place, int rows) const {
-    const int lane = threadIdx.x % 32, row = lane / group, piece = lane % group;
-    const unsigned address = ptx::shared_address(to.data);
-    const auto copy = [&](int i, const Bits* source, bool there) {
-      const int at = row + i * row_step;
-#pragma unroll
-      for (int g = 0; g < groups; ++g) {
-        const int col = (piece + g * group) * (16 / C.number_bytes());
-        const int valid = there ? valid_cols - col : 0;
-        const unsigned target =
-            address + at * Tile::row_bytes + (((piece + g * group) ^ Tile::permutation(at)) << 4);
-        if constexpr (C.aligned && hints) {
-          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0, policy);
-        } else if constexpr (C.aligned) {
-          ptx::copy_async(target, source + col, valid > 0 ? 16 : 0);
-        } else if constexpr (C.narrow()) {
-          ptx::store(target, gather_bytes(source + col, valid));
-        } else {
-          ptx::store(target, tile::gather<C.type>({source, 0, false}, col, valid));
-        }
-      }
-    };
-    if (paged) {
-#pragma unroll
-      for (int i = 0; i < C.keys / row_step; ++i) {
-        const int block = __shfl_sync(~0u, place.block, row + i * row_step);
-        const int slot = __shfl_sync(~0u, place.slot, row + i * row_step);
-        copy(i, block < 0 ? base : base + (block * batch + slot * seq), block >= 0);
-      }
-    } else {
-      const Bits* source = base + (place.block * batch + (place.slot + row) * seq);
-#pragma unroll
-      for (int i = 0; i < C.keys / row_step; ++i) {
-        const bool there = row + i * row_step < rows;
-        copy(i, there ? source : base, there);
-        source += row_step * seq;
-      }
-    }
-  }
-};
-
-// The tile of q, rotated; rows that are not there are zeros.
-template <DecodeConfig C>
-__device__ __forceinline__ void load_q(const DecodeParams& params, const tile::DecodeTile& tile,
-                                       DecodeShared<C>& shared) {
-  constexpr int threads = C.warps * 32, pieces = C.head_dim / 8;
-  const AttentionParams& a = params.attention;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < C.block_m * pieces; i += threads) {
-    const int r = i / pieces, col = i % pieces * 8;
-    const auto [query, h, there] = tile.row(params, r);
-    const int valid = there ? a.head_dim - col : 0;
-    const long long row = tile.b * a.q.batch + (0LL + tile.sequence.q_begin + query) * a.q.seq + h * a.q.head;
-    const unsigned to = ptx::shared_address(shared.q.at(r, col / 8));
-    const auto* from = static_cast<const tile::HalfBits*>(a.q.data) + (there ? row : 0);
-    if (params.rotary_dim > col && valid > 0) {
-      const int position = params.query_position(tile.sequence, query);
-      float x[8];
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-        x[e] = e < valid ? tile::turned<C.type>(params, a.q, row, col + e, position) : 0.0f;
-      ptx::store(to, uint4{ptx::pack<C.type>(x[0], x[1]), ptx::pack<C.type>(x[2], x[3]),
-                           ptx::pack<C.type>(x[4], x[5]), ptx::pack<C.type>(x[6], x[7])});
-    } else if constexpr (C.aligned) {
-      ptx::copy_async(to, valid > 0 ? from + col : from, valid > 0 ? 16 : 0);
-    } else {
-      ptx::store(to, tile::gather<C.type>({from, 0, false}, col, valid));
-    }
-  }
-}
-
-// For 8-bit keys: as float16, each row times a power of two, so that the largest of its numbers is below 2^14
-// and none that counts is lost. state[0] gets what undoes it. A warp has a row.
-template <DecodeConfig C>
-__device__ __forceinline__ void load_narrow_q(const DecodeParams& params, const tile::DecodeTile& tile,
-                                              DecodeShared<C>& shared) {
-  const AttentionParams& a = params.attention;
-  const int lane = threadIdx.x % 32, col = lane * 8;
-  const int first = col / 16 * 16 + col / 8 % 2;  // and every second one from there on
-#pragma unroll 2
-  for (int r = threadIdx.x / 32; r < C.block_m; r += C.warps) {
-    const auto [query, h, there] = tile.row(params, r);
-    const long long row = tile.b * a.q.batch + (0LL + tile.sequence.q_begin + query) * a.q.seq + h * a.q.head;
-    const int position = params.rotary_dim > 0 ? params.query_position(tile.sequence, query) : 0;
-    float x[8], most = 0.0f;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int c = first + 2 * e;
-      x[e] = there && c < a.head_dim ? tile::turned<C.type>(params, a.q, row, c, position) : 0.0f;
-      most = fmaxf(most, fabsf(x[e]));
-    }
-    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-    const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
-    const int up = 13 - max(exponent, -100);
-    const float by = __uint_as_float(static_cast<unsigned>(127 + up) << 23);
-    if (col < C.head_dim) {
-      const auto pack = [&](int e) { return ptx::pack<Half::float16>(x[e] * by, x[e + 1] * by); };
-      ptx::store(ptx::shared_address(shared.q.at(r, lane)), uint4{pack(0), pack(2), pack(4), pack(6)});
-    }
-    if (lane == 0) shared.state[0][r].x = __uint_as_float(static_cast<unsigned>(127 - up) << 23);
-  }
-}
 
 // The lane's c-th row of the j-th 8 of a tile.
 [[nodiscard]] __device__ __forceinline__ int row_of_lane(int j, int c) {
@@ -235,31 +70,31 @@ struct DecodeSlopes {
   }
 };
 
-// k q^T becomes the score, in powers of two. whole: every row sees every key; otherwise which key a row sees
-// is worked out here, which is rare, and keeps no registers.
+// k q^T becomes the score, in powers of two. by: what it is multiplied by, in each row. whole: every row sees
+// every key; otherwise which key a row sees is worked out here, which is rare, and keeps no registers.
 template <int m, int n>
 __device__ __forceinline__ void score(const DecodeParams& params, const tile::DecodeTile& tile,
-                                      tile::FragmentC (&s)[m][n], const DecodeSlopes<n>& slopes,
-                                      int first_key, int past, bool whole) {
+                                      tile::FragmentC (&s)[m][n], const float (&by)[n][2],
+                                      const DecodeSlopes<n>& slopes, int first_key, int past, bool whole) {
   const AttentionParams& a = params.attention;
-  const bool capped = a.softcap != 0.0f;
-  const float inner = capped ? a.scale / a.softcap : a.scale_log2;
-  const float outer = a.softcap * ptx::log2_e;
-  const int lane_key = first_key + threadIdx.x % 32 / 4;
+  const auto of_all = [&](const auto& change) {
 #pragma unroll
-  for (int i = 0; i < m; ++i) {
+    for (int i = 0; i < m; ++i) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
+      for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float x = s[i][j][e] * inner;
-        if (capped) x = outer * tile::tanh(x, a.softcap > 512.0f);
-        s[i][j][e] = x;
+        for (int e = 0; e < 4; ++e) change(s[i][j][e], by[j][e % 2]);
       }
     }
+  };
+  of_all([](float& x, float factor) { x *= factor; });
+  if (a.softcap != 0.0f) {
+    const float outer = a.softcap * ptx::log2_e;
+    of_all([&](float& x, float) { x = outer * tile::tanh(x, a.softcap > 512.0f); });
   }
   // change(x, key) for the scores of each row.
   const auto of_rows = [&](const auto& change_of) {
+    const int lane_key = first_key + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
@@ -286,19 +121,6 @@ __device__ __forceinline__ void score(const DecodeParams& params, const tile::De
       const int begin = static_cast<int>(keys.begin), end = min(static_cast<int>(keys.end), past);
       return [=](float& x, int key) { x = key < begin || key >= end ? -ptx::infinity : x; };
     });
-  }
-}
-
-// Each column of s times its own number.
-template <int m, int n>
-__device__ __forceinline__ void multiply_columns(tile::FragmentC (&s)[m][n], const float (&by)[n][2]) {
-#pragma unroll
-  for (int i = 0; i < m; ++i) {
-#pragma unroll
-    for (int j = 0; j < n; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][j][e] *= by[j][e % 2];
-    }
   }
 }
 
@@ -334,23 +156,16 @@ struct DecodeState {
   template <int m>
   __device__ __forceinline__ void exponentiate(tile::FragmentC (&s)[m][n]) {
     bool moved = false;
-    float by[n][2];
+    float most[n][2];
 #pragma unroll
     for (int j = 0; j < n; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float most = fmaxf(s[0][j][c], s[0][j][c + 2]);
+        float& x = most[j][c] = fmaxf(s[0][j][c], s[0][j][c + 2]);
 #pragma unroll
-        for (int i = 1; i < m; ++i) most = fmaxf(most, fmaxf(s[i][j][c], s[i][j][c + 2]));
-        most = over_keys(most, [](float x, float y) { return fmaxf(x, y); });
-        const float before = reference[j][c];
-        by[j][c] = 1.0f;
-        if (most - before > slack) {  // from -inf to anything, too
-          // A row that has seen nothing has no sum: any factor will do, but not NaN.
-          by[j][c] = before == -ptx::infinity ? 0.0f : ptx::exp2(before - most);
-          reference[j][c] = most;
-          moved = true;
-        }
+        for (int i = 1; i < m; ++i) x = fmaxf(x, fmaxf(s[i][j][c], s[i][j][c + 2]));
+        x = over_keys(x, [](float a, float b) { return fmaxf(a, b); });
+        moved |= x - reference[j][c] > slack;  // from -inf to anything, too
       }
     }
     if (__any_sync(~0u, moved)) {
@@ -358,11 +173,15 @@ struct DecodeState {
       for (int j = 0; j < n; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          sum[j][c] *= by[j][c];
+          const float before = reference[j][c];
+          if (most[j][c] - before > slack) reference[j][c] = most[j][c];
+          // A row that has seen nothing has no sum: any factor will do, but not NaN.
+          const float by = before == -ptx::infinity ? 0.0f : ptx::exp2(before - reference[j][c]);
+          sum[j][c] *= by;
 #pragma unroll
           for (int d = 0; d < mv; ++d) {
-            o[d][j][c] *= by[j][c];
-            o[d][j][c + 2] *= by[j][c];
+            o[d][j][c] *= by;
+            o[d][j][c + 2] *= by;
           }
         }
       }
@@ -411,121 +230,22 @@ struct DecodeState {
   }
 };
 
-// The keys of a warp: `parts` parts of `part_keys` keys, a multiple of C.keys, from `first` on; of them those
-// from begin to end - 1.
-struct WarpKeys {
-  int first, part_keys, parts;
-  int begin, end;
-};
-
-// What a block has to do, as the lengths are now.
-struct DecodeWork {
-  tile::DecodeTile tile;
-  int split;
-  Mask mask;
-  Range seen;  // by any query of the sequence
-  DecodeSplits splits;
-  DecodeBlocks blocks;  // of the tile
-
-  __device__ __forceinline__ explicit DecodeWork(const DecodeParams& params)
-      : tile(tile::find_decode_tile(params, params.most_splits.quotient(ptx::block_index()))),
-        split(params.most_splits.remainder(ptx::block_index())),
-        mask(params.mask(tile.sequence)),
-        seen(mask.keys_of_any({0, tile.sequence.seqlen_q})),
-        splits(params.splits(tile.sequence.seqlen_q, static_cast<int>(seen.size()))),
-        blocks(params.blocks_of(splits)) {}
-  [[nodiscard]] __device__ __forceinline__ bool none() const {
-    return tile.queries == 0 || split >= blocks.count;
-  }
-  // Of the block's warps those that have parts.
-  [[nodiscard]] __device__ __forceinline__ int warps(int all) const {
-    return min(all, (splits.count - split * all * blocks.parts + blocks.parts - 1) / blocks.parts);
-  }
-  // The warp's keys that some query of the tile sees.
-  [[nodiscard]] __device__ __forceinline__ WarpKeys keys(int all_warps) const {
-    const int queries = min(tile.queries, max(0, tile.sequence.seqlen_q - tile.first_query));
-    const Range own = mask.keys_of_any({tile.first_query, tile.first_query + queries});
-    const int part = (split * all_warps + ptx::warp_index()) * blocks.parts;
-    WarpKeys keys;
-    keys.part_keys = splits.keys;
-    keys.parts = min(blocks.parts, splits.count - part);
-    const long long from = seen.begin + 1LL * part * splits.keys;
-    const long long past = from + 1LL * max(keys.parts, 0) * splits.keys;
-    keys.first = static_cast<int>(min(from, seen.end));
-    keys.begin = static_cast<int>(max(own.begin, from));
-    keys.end = static_cast<int>(min(own.end, min(seen.end, past)));
-    return keys;
-  }
-};
-
-// Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
-// to do. Lengths may be about to change: then that was for nothing. Nothing is read here but them.
-template <DecodeConfig C>
-__device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work) {
-  const AttentionParams& a = params.attention;
-  if (work.none()) return;
-  const WarpKeys keys = work.keys(C.warps);
-  if (keys.begin >= keys.end) return;
-  const int first = keys.begin - (keys.begin - keys.first) % C.keys;
-  const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
-    const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) +
-                      work.tile.head_k * rows.head + (at.block * rows.batch + at.slot * rows.seq);
-    for (int col = 0; col < width; col += 128 / C.number_bytes()) ptx::prefetch(row + col);  // lines
-  };
-  for (int i = threadIdx.x % 32; i < (C.stages - 1) * C.keys && first + i < keys.end; i += 32) {
-    const DecodeParams::Slot at = params.slot(work.tile.b, work.tile.sequence.k_begin + first + i);
-    ask(a.k, at, a.head_dim);
-    ask(a.v, at, a.head_dim_v);
-  }
-}
-
-// One warp's keys. Without parts nothing is known of `state`.
+// One warp's keys, of which the first steps have been asked for. Without parts nothing is known of `state`.
 template <DecodeConfig C, int n, int mv>
-__device__ __forceinline__ void attend(const DecodeParams& params, const tile::DecodeTile& tile,
-                                       DecodeShared<C>& shared, const WarpKeys& keys,
-                                       DecodeState<n, mv>& state) {
+__device__ __forceinline__ void attend(const DecodeParams& params, const DecodeWork& work,
+                                       DecodeShared<C>& shared, KeyRing<C>& ring, DecodeState<n, mv>& state) {
   constexpr int m = C.keys / 16, ahead = C.stages - 1;
   const AttentionParams& a = params.attention;
-  const int warp = ptx::warp_index(), lane = threadIdx.x % 32;
-  const bool paged = params.page_table != nullptr;
-  // Steps count from the warp's first key on; those in front of begin are left out.
-  const int last_step = keys.begin < keys.end ? (keys.end - keys.first + C.keys - 1) / C.keys : 0;
-  const int first_step = keys.begin < keys.end ? (keys.begin - keys.first) / C.keys : 0;
-
-  // The place of the lane's key of a step; contiguous: of the step's first key.
-  const KeyPlace row_place{paged || last_step == 0 ? 0 : params.slot(tile.b, 0).block, 0};
-  const auto place_of = [&](int step) {
-    const int key = keys.first + step * C.keys;
-    if (!paged) return KeyPlace{row_place.block, tile.sequence.k_begin + key};
-    const int mine = key + lane % C.keys;
-    if (mine >= keys.end) return KeyPlace{-1, 0};
-    const auto [block, slot] = params.slot(tile.b, tile.sequence.k_begin + mine);
-    return KeyPlace{block, slot};
-  };
-  const KeyCopy<C, C.head_dim> copy_k(a.k, tile.head_k, a.head_dim);
-  const KeyCopy<C, C.head_dim_v> copy_v(a.v, tile.head_k, a.head_dim_v);
-  int filling = 0;  // the buffer that is filled next
-  const auto load = [&](int step, const KeyPlace& place) {
-    if (step < last_step) {
-      const int rows = keys.end - keys.first - step * C.keys;
-      copy_k(shared.ring[warp][filling].k, paged, place, rows);
-      copy_v(shared.ring[warp][filling].v, paged, place, rows);
-      filling = filling + 1 == C.stages ? 0 : filling + 1;
-    }
-    cute::cp_async_fence();
-  };
-
-#pragma unroll
-  for (int i = 0; i < ahead; ++i) {
-    if (i == 0 && !C.narrow()) load_q<C>(params, tile, shared);  // belongs to the first group
-    load(first_step + i, place_of(first_step + i));
-  }
-  if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared);
-  KeyPlace next = place_of(first_step + ahead);
+  const tile::DecodeTile& tile = work.tile;
+  const WarpKeys& keys = ring.keys;
+  const int warp = ptx::warp_index();
+  if constexpr (C.narrow()) load_narrow_q<C>(params, tile, shared.q, shared.state[0]);
   const DecodeSlopes<n> slopes(params, tile);
   // Keys that every row sees.
   const Range all =
       params.mask(tile.sequence).keys_of_all({tile.first_query, tile.first_query + tile.queries});
+  const int all_begin = static_cast<int>(min(all.begin, 1LL * keys.end)),
+            all_end = static_cast<int>(min(all.end, 1LL * keys.end));
 
   const tile::Lanes<tile::Order::cols_first, C.head_dim> lanes_q;
   const tile::Lanes<tile::Order::rows_first, KeyTile<C, C.head_dim>::cols> lanes_k;
@@ -554,14 +274,15 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 #pragma unroll
     for (int d = 0; d < depth; ++d) read_queries(q[d], d);
   }
-  float unit[C.narrow() ? n : 1][2];  // what k q^T of 8-bit keys is to be multiplied by, in each row
-  if constexpr (C.narrow()) {
-    const float of_k = params.k_scale.of(tile.head_k) * ptx::byte_unit(C.stored);
+  // What k q^T is to be multiplied by, in each row.
+  const float inner = a.softcap != 0.0f ? a.scale / a.softcap : a.scale_log2;
+  const float of_k = C.narrow() ? params.k_scale.of(tile.head_k) * ptx::byte_unit(C.stored) : 1.0f;
+  float unit[n][2];
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
+  for (int j = 0; j < n; ++j) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) unit[j][c] = of_k * shared.state[0][row_of_lane(j, c)].x;
-    }
+    for (int c = 0; c < 2; ++c)
+      unit[j][c] = C.narrow() ? of_k * shared.state[0][row_of_lane(j, c)].x * inner : inner;
   }
   // s += k q^T of 16 keys and 16 of the depth, the d-th of those that q has.
   const auto multiply_k = [&](tile::FragmentC(&to)[n], const tile::FragmentA& k, int d) {
@@ -572,19 +293,19 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
   // The left ones of pairs, by how many parts they have: those that wait long not in registers.
   constexpr int near = C.levels < 3 ? C.levels : 2, far = C.levels - near;
   DecodeState<n, mv> waiting[near > 0 ? near : 1], waiting_far[far > 0 ? far : 1];
-  int stage = 0, step = first_step;
+  int stage = 0, step = ring.first_step;
 #pragma unroll 1
   for (int part = 0; part < keys.parts; ++part) {
     state.clear();
-    const int past = min(last_step, (part + 1) * (keys.part_keys / C.keys));
+    const int past = min(ring.last_step, (part + 1) * (keys.part_keys / C.keys));
 #pragma unroll 1
     for (; step < past; ++step) {
       const int first_key = keys.first + step * C.keys;
       cute::cp_async_wait<ahead - 1>();
       __syncwarp();  // the step's keys are there for all lanes, and all are done with those of the step
                      // before
-      load(step + ahead, next);
-      next = place_of(step + ahead + 1);
+      ring.load(params, work, shared.ring[warp], step + ahead);
+      cute::cp_async_fence();
 
       auto& now = shared.ring[warp][stage];
       stage = stage + 1 == C.stages ? 0 : stage + 1;
@@ -606,8 +327,8 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               tile::FragmentA k;
-              ptx::widen_bytes<C.stored>(read[2 * e], k[0], k[2]);
-              ptx::widen_bytes<C.stored>(read[2 * e + 1], k[1], k[3]);
+              ptx::widen_bytes<C.stored, false>(read[2 * e], k[0], k[2]);
+              ptx::widen_bytes<C.stored, false>(read[2 * e + 1], k[1], k[3]);
               multiply_k(s[i], k, held ? d + e : e);
             }
           } else {
@@ -615,10 +336,8 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
           }
         }
       }
-      const bool whole =
-          all.begin <= first_key && first_key + C.keys <= all.end && first_key + C.keys <= keys.end;
-      if constexpr (C.narrow()) multiply_columns(s, unit);
-      score(params, tile, s, slopes, first_key, keys.end, whole);
+      const bool whole = all_begin <= first_key && first_key + C.keys <= all_end;
+      score(params, tile, s, unit, slopes, first_key, keys.end, whole);
       state.exponentiate(s);
 #pragma unroll
       for (int i = 0; i < m; ++i) {
@@ -640,8 +359,8 @@ __device__ __forceinline__ void attend(const DecodeParams& params, const tile::D
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               tile::FragmentA v;
-              ptx::widen_bytes<C.stored>(read[e], v[0], v[1]);
-              ptx::widen_bytes<C.stored>(read[e + 2], v[2], v[3]);
+              ptx::widen_bytes<C.stored, true>(read[e], v[0], v[1]);
+              ptx::widen_bytes<C.stored, true>(read[e + 2], v[2], v[3]);
               multiply_v(state.o[d + e], v);
             }
           } else {
@@ -698,24 +417,13 @@ __device__ __forceinline__ void publish(DecodeShared<C>& shared, const DecodeSta
   __syncthreads();
 }
 
+// A block's work, once its lengths are known and its warps' first keys are on their way.
 template <DecodeConfig C>
-__device__ void decode(const DecodeParams& params) {
+__device__ __forceinline__ void decode_tile(const DecodeParams& params, const DecodeWork& work,
+                                            DecodeShared<C>& shared, KeyRing<C>& ring) {
   constexpr int threads = C.warps * 32, n = C.block_m / 8, mv = C.head_dim_v / 16;
   constexpr int row_fours = C.head_dim_v / 4;
-  static_assert((C.block_m == 8 || C.block_m % 16 == 0) && C.keys % 16 == 0 && C.keys <= 32 && C.stages >= 2);
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
-
-#if __CUDA_ARCH__ >= 900
-  if constexpr (C.levels > 0) {  // else there are no registers for it
-    if (!params.attention.packed() && params.page_table == nullptr) ask_early<C>(params, DecodeWork(params));
-  }
-#endif
-  ptx::wait_for_earlier();
-  ptx::let_next_begin();  // which may look at lengths at once
   const AttentionParams& a = params.attention;
-  const DecodeWork work(params);
-  if (work.none()) return;  // a cluster's barrier does not wait for those who have left
   const tile::DecodeTile& tile = work.tile;
   const DecodeBlocks& blocks = work.blocks;
   const int split = work.split, warps = work.warps(C.warps);
@@ -727,7 +435,7 @@ __device__ void decode(const DecodeParams& params) {
 #endif
 
   DecodeState<n, mv> state;
-  attend<C>(params, tile, shared, work.keys(C.warps), state);
+  attend<C>(params, work, shared, ring, state);
   publish<C>(shared, state, warps);
   const auto join_warps = [&](float4& o, int r, int col) {
     return tile::join_tree<C.warps>(
@@ -790,6 +498,47 @@ __device__ void decode(const DecodeParams& params) {
       });
     }
 #endif
+  }
+}
+
+// On Hopper a block that waits for earlier kernels has worked out by then what it has to do, by the lengths
+// as they were, and begins with that; if they are others now, it begins again.
+template <DecodeConfig C>
+__device__ void decode(const DecodeParams& params) {
+  static_assert((C.block_m == 8 || C.block_m % 16 == 0) && C.keys % 16 == 0 && C.keys <= 32 && C.stages >= 2);
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<DecodeShared<C>*>(shared_bytes);
+  const auto wait = [] {
+    ptx::wait_for_earlier();
+    ptx::let_next_begin();  // which may look at lengths at once
+  };
+#if __CUDA_ARCH__ >= 900
+  bool waited = params.attention.packed() || params.page_table != nullptr;
+#else
+  bool waited = true;
+#endif
+  if (waited) wait();
+#pragma unroll 1
+  for (;; waited = true) {  // twice at most
+    const DecodeWork work(params);
+    const bool none = work.none();
+    KeyRing<C> ring(params, work);
+    if (!waited) {
+      if (!none) ask_early<C>(params, work, ring.keys);
+      wait();
+    }
+#pragma unroll 1
+    for (int i = 0; i < C.stages - 1 && !none; ++i) {
+      ring.load(params, work, shared.ring[ptx::warp_index()], ring.first_step + i);
+      if (i == 0 && !C.narrow()) load_q<C>(params, work.tile, shared.q);
+      cute::cp_async_fence();
+    }
+    if (waited || __all_sync(~0u, !work.changed(params))) {
+      if (!none) decode_tile<C>(params, work, shared, ring);  // a cluster's barrier does not wait for others
+      return;
+    }
+    cute::cp_async_wait<0>();
+    __syncwarp();
   }
 }
 

@@ -207,6 +207,10 @@ TEST(Compile, CopiesWithAHintHaveTheirRegister) {
     const DecodeConfig config = decode_config(hopper, Half::bfloat16, head_dim, head_dim_v, rows, true);
     EXPECT_EQ(bad(config), 0) << kernel_name(config);
   }
+  for (const Stored stored : {Stored::float8, Stored::int8}) {
+    const DecodeConfig config = decode_config(hopper, Half::bfloat16, 128, 128, 8, true, stored);
+    EXPECT_EQ(bad(config), 0) << kernel_name(config);
+  }
 }
 
 // The instructions themselves, through CUTLASS's wrappers, and wgmma through ours.

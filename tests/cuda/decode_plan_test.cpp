@@ -144,6 +144,20 @@ TEST(DecodePlan, ClustersForAFewShortSequences) {
   EXPECT_EQ(decode_workspace(decode_config(hopper, brief, true), brief).end, 0);
 }
 
+// A block that has a multiprocessor to itself has twice the bytes under way, if there are so many for it.
+TEST(DecodePlan, BlocksAloneHaveMoreStages) {
+  const DecodeConfig two = decode_config(hopper, problem_of(64, 32, 8, 1, 8192), false);
+  const DecodeConfig one = decode_config(hopper, problem_of(1, 32, 8, 1, 8192), false);
+  EXPECT_EQ(two.per_sm, 2);
+  EXPECT_EQ(one.per_sm, 1);
+  EXPECT_EQ(one.stages, 2 * two.stages);
+  EXPECT_LE(shared_of(one), hopper.shared_per_block);
+  EXPECT_EQ(decode_config(hopper, problem_of(1, 32, 8, 1, 2048), false).stages, two.stages);
+  constexpr DeviceLimits small{80, 163 << 10, 108};
+  EXPECT_EQ(decode_config(small, problem_of(1, 8, 2, 1, 8192), false).stages,
+            decode_config(small, problem_of(64, 8, 2, 1, 8192), false).stages);
+}
+
 // Nothing outside the tensors is touched, whatever the device's lengths and tables say.
 TEST(DecodePlan, LengthsAndPagesAreHeldToTheTensors) {
   const std::vector<std::int32_t> lengths = {-5, 2000, 100}, idx = {-1, 7, 2}, pad = {3, 5000, -1};
@@ -174,7 +188,8 @@ TEST(DecodePlan, CachesOfBytes) {
     const DecodeConfig config = decode_config(hopper, p, false);
     EXPECT_EQ(config.stored, dtype == DType::int8 ? Stored::int8 : Stored::float8);
     EXPECT_EQ(config.product(), Half::float16);
-    EXPECT_EQ(config.stages * config.number_bytes(), wide.stages * wide.number_bytes());
+    EXPECT_EQ(config.keys, 2 * wide.keys);
+    EXPECT_EQ(config.stages, wide.stages);
     EXPECT_EQ(shared_of(config), shared_of(wide));
     EXPECT_TRUE(config.aligned);
     p.q.data = reinterpret_cast<void*>(2);

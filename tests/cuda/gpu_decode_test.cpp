@@ -110,6 +110,58 @@ TEST_P(GpuDecode, ADecodeGraphReplaysWithOtherLengths) {
   }
 }
 
+// What is worked out early counts only if it still holds when the kernel before has ended.
+TEST_P(GpuDecode, LengthsMayChangeUntilTheKernelBeforeHasEnded) {
+  struct Lengths {
+    std::byte* to;
+    std::int32_t of[4];
+  };
+  constexpr const char* text = R"(
+struct Lengths { int* to; int of[4]; };
+extern "C" __global__ void tessera_test_lengths(const __grid_constant__ Lengths lengths) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  const long long begin = clock64();
+  while (clock64() - begin < 1000000) {}  // until those that follow are there
+  lengths.to[threadIdx.x] = lengths.of[threadIdx.x];
+})";
+  const Result<cuda::Context> context = cuda::Context::enter(0);
+  ASSERT_TRUE(context.ok()) << context.status().message();
+  const auto kernel =
+      cuda::load(context.value(), "tessera_test_lengths", 0, [&] { return std::string(text); });
+  ASSERT_TRUE(kernel.ok()) << kernel.status().message();
+  for (const bool appends : {false, true}) {
+    for (const DType dtype : {DType::bfloat16, DType::float8_e4m3fn}) {
+      for (const std::uint8_t before :
+           {std::uint8_t{0x00}, std::uint8_t{0x7F}}) {  // none, or all there is room for
+        SCOPED_TRACE(std::string(appends ? "appends, " : "") + std::to_string(before));
+        DecodeCase c = decode_case(GetParam().name);
+        c.cache_dtype = dtype;
+        c.seqlen_new = appends ? 1 : 0;
+        c.rotary_dim = appends ? 64 : 0;
+        DecodeTensors tensors(c);
+        const Stream stream;
+        const ResidentDecode device(tensors, stream.get());
+        expect_ok(prepare(device.call));
+        EXPECT_EQ(judge(tensors,
+                        [&] {
+                          device.upload(tensors);
+                          const Tensor& there = device.call.cache_seqlens;
+                          Lengths lengths{static_cast<std::byte*>(there.data), {}};
+                          std::copy_n(c.cache_seqlens.begin(), 4, lengths.of);
+                          expect_ok(cuda::fill(there.data, before, 4 * sizeof(std::int32_t), stream.get()));
+                          expect_ok(cuda::launch(*kernel.value(), 1, 4, 0, stream.get(), &lengths));
+                          expect_ok(decode(device.call));
+                          device.download(tensors);
+                          return Status();
+                        }),
+                  "");
+      }
+    }
+  }
+}
+
 TEST_P(GpuDecode, DecodeGivesTheSameBitsFiftyTimes) {
   DecodeTensors tensors(decode_case(GetParam().name));
   const Stream stream;

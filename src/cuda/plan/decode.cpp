@@ -90,10 +90,13 @@ DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, b
       decode_config(limits, problem.dtype == DType::bfloat16 ? Half::bfloat16 : Half::float16,
                     static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v),
                     problem.group_size * std::max<std::int64_t>(problem.max_seqlen_q, 1), aligned, stored);
-  // A few blocks of a few keys only: then one launch counts for more than bytes in flight.
-  if (!clusters || config.levels == 0 || problem.max_seqlen_k > most_cluster * config.warps * cluster_keys)
-    return config;
   const DecodeCut cut = decode_cut(config, problem);
+  // A few blocks of a few keys only: then one launch counts for more than bytes in flight.
+  if (!clusters || config.levels == 0 || problem.max_seqlen_k > most_cluster * config.warps * cluster_keys) {
+    const std::int64_t keys_of_warp = ceil_div(problem.max_seqlen_k, cut.most_splits * config.warps);
+    const bool many = keys_of_warp > (config.stages - 1) * config.keys;
+    return many && cut.blocks() <= limits.multiprocessors ? alone(limits, config) : config;
+  }
   const std::int64_t tiles = cut.all_tiles * cut.head_tiles_k;
   std::int64_t splits = cut.most_splits;
   for (int of_warp = 1; splits > most_cluster && of_warp < 1 << config.levels; of_warp *= 2)

@@ -46,6 +46,8 @@ void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half t
     DecodeConfig config = decode_config(limits, type, head_dim, head_dim, rows, true, stored);
     if (config.block_m != rows) return;
     list.push_back(entry(config));
+    if (const DecodeConfig deep = alone(limits, config); rows == few && deep.stages != config.stages)
+      list.push_back(entry(deep));
     for (const int cluster : {4, 8}) {
       if (limits.arch != 90 || config.levels == 0) continue;
       config.cluster = cluster;

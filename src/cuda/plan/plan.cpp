@@ -360,8 +360,7 @@ BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_d
 DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                            std::int64_t rows, bool aligned, Stored stored) {
   DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
-  // As many bytes under way as of 16-bit numbers; and a row of bytes is no 96 of them wide.
-  if (stored != Stored::half) tiles.stages *= 2;
+  // A row of bytes is no 96 of them wide.
   const auto width = [&](int dim) {
     const int cols = tile_width(dim);
     return stored != Stored::half && cols == 96 ? 128 : cols;
@@ -371,11 +370,23 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
   const int block_m = rows <= 8 && width(std::max(head_dim, head_dim_v)) <= 192 ? 8
                       : rows <= 16                                              ? 16
                                                                                 : tiles.block_m;
+  // As many bytes under way as of 16-bit numbers: by twice the keys a step, where there are registers, for
+  // half the instructions a key.
+  if (stored != Stored::half) {
+    const bool wide = block_m > 16 || width(std::max(head_dim, head_dim_v)) > 128;
+    (wide || tiles.keys > 16 ? tiles.stages : tiles.keys) *= 2;
+  }
   // A part that waits for its right neighbour has as many registers as o.
   const int registers = block_m * width(head_dim_v) / 32;
   const int levels = registers > 32 ? 0 : 4;
   return {type,         width(head_dim), width(head_dim_v), block_m, tiles.warps, tiles.keys,
           tiles.stages, levels,          tiles.per_sm,      1,       aligned,     stored};
+}
+DecodeConfig alone(const DeviceLimits& limits, DecodeConfig config) {
+  DecodeConfig deep = config;
+  deep.per_sm = 1;
+  deep.stages *= 2;
+  return shared_of(deep) <= limits.shared_per_block ? deep : config;
 }
 DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
                          bool aligned) {

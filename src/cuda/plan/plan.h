@@ -68,6 +68,8 @@ struct SmallConfig {
 // rows: of a key head, the queries of a sequence by the heads of its group. Without a cluster.
 [[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                                          std::int64_t rows, bool aligned, Stored stored = Stored::half);
+// The same for blocks that have a multiprocessor each: twice the bytes under way, where there is room.
+[[nodiscard]] DecodeConfig alone(const DeviceLimits& limits, DecodeConfig config);
 
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
