@@ -17,17 +17,6 @@ __device__ __forceinline__ void arrive(const Barrier& barrier) {
   asm volatile("" ::: "memory");
   barrier.arrive();
 }
-// Those threads that are to, without a branch: where products are in flight it costs.
-__device__ __forceinline__ void arrive_if(const Barrier& barrier, bool arrives) {
-  asm volatile(
-      "{\n"
-      ".reg .pred arrives;\n"
-      "setp.ne.s32 arrives, %1, 0;\n"
-      "@arrives mbarrier.arrive.shared::cta.b64 _, [%0];\n"
-      "}" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
-      "r"(static_cast<int>(arrives))
-      : "memory");
-}
 
 // By number, 1 to 15. `threads` of them, of whole warps, meet or arrive.
 __device__ __forceinline__ void meet(int number, int threads) {

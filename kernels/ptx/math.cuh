@@ -98,6 +98,16 @@ __device__ __forceinline__ void add_global(float* address, float a, float b, flo
 __device__ __forceinline__ void add_relaxed(int* address, int x) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
 }
+// One more; what was there before. Not by an addition: the compiler would gather those of a warp's lanes, and
+// wait for the result at once.
+[[nodiscard]] __device__ __forceinline__ unsigned count_up(int* address) {
+  unsigned before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xfffffffe;"
+               : "=r"(before)
+               : "l"(address)
+               : "memory");
+  return before;
+}
 // All that this thread has written or seen, also by others, is before all that it does behind it. Half of
 // what __threadfence does, which also gives all such fences one order.
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }

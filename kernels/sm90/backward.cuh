@@ -21,18 +21,26 @@
 
 namespace tessera::sm90 {
 
+// Until nobody reads the memory that dq of a step goes to: that of the step before it, or of the one before
+// that. The first time at once.
+template <Sm90BackwardConfig C>
+__device__ __forceinline__ void wait_dq_free(BackwardShared<C>& shared, unsigned step) {
+  const RingPlace last = ring_at<C.dq_turns()>(step - C.dq_stages());
+  ptx::wait(shared.dq_there[last.stage].empty, last.parity);
+}
+
 // The warp's dq of a step goes to shared memory, from where the copy engine adds it.
 template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void hand_over(BackwardShared<C>& shared, unsigned step,
                                           const tile::FragmentC (&dq)[n]) {
   const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
-  const RingPlace ring = ring_at<C.dq_stages()>(step);
-  const unsigned place = ptx::shared_address(shared.dq[ring.stage][group][warp]) + threadIdx.x % 32 * 16;
-  ptx::wait(shared.dq_there[ring.stage].empty, ring.parity ^ 1);  // the first time at once
+  const unsigned place =
+      ptx::shared_address(shared.dq[step % C.dq_stages()][group][warp]) + threadIdx.x % 32 * 16;
+  wait_dq_free(shared, step);
 #pragma unroll
   for (int j = 0; j < n; ++j) ptx::store(place + j * tile::DqTiles::size * 4, dq[j]);
   __syncwarp();
-  release(shared.dq_there[ring.stage].full);
+  release(shared.dq_there[step % C.dq_turns()].full);
 }
 
 // dk or dv, 16 keys a warp, leaves through the warp's part of dq's memory, which is free for `step`: k and v
@@ -43,11 +51,10 @@ __device__ __forceinline__ void leave(BackwardShared<C>& shared, unsigned step, 
   using Tile = tile::PanelTile<warp_rows, n * 8>;
   static_assert(sizeof(Tile) <= sizeof(shared.dq[0][0][0]));
   const int warp = ptx::warp_index_again(), first_key = work.first_key + warp * warp_rows;
-  const RingPlace ring = ring_at<C.dq_stages()>(step);
-  ptx::wait(shared.dq_there[ring.stage].empty, ring.parity ^ 1);
-  store_rows<C.type>(sum, reinterpret_cast<Tile&>(shared.dq[ring.stage][warp / 4][warp % 4]), to, work.b,
-                     work.sequence.k_begin + first_key, work.kv_head, work.sequence.allocated_k - first_key,
-                     cols);
+  wait_dq_free(shared, step);
+  store_rows<C.type>(sum, reinterpret_cast<Tile&>(shared.dq[step % C.dq_stages()][warp / 4][warp % 4]), to,
+                     work.b, work.sequence.k_begin + first_key, work.kv_head,
+                     work.sequence.allocated_k - first_key, cols);
   __syncwarp();
 }
 

@@ -27,7 +27,10 @@ template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void add_from_registers(const AttentionParams& params, BackwardShared<C>& shared,
                                                    unsigned step, const tile::FragmentC (&dq)[n]) {
   using Tiles = tile::DqTiles;
-  if (params.turn != nullptr) ptx::wait(shared.dq_there[0].empty, step % 2);
+  const RingPlace turn = ring_at<C.dq_turns()>(step);
+  // A branch that is never taken without an order: else what follows is worked out between the products, and
+  // they wait for it.
+  if (params.turn != nullptr) ptx::wait(shared.dq_there[turn.stage].empty, turn.parity);
   const int group = ptx::warp_index_again() / 4, warp = ptx::warp_index_again() % 4;
   const DqPart<C> part(params, group, warp);
   const StepFacts& facts = shared.facts[step % C.row_stages()];
@@ -47,7 +50,7 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
     }
   }
   __syncwarp();
-  ptx::arrive_if(shared.dq_there[0].full, threadIdx.x % 32 == 0 && params.turn != nullptr);
+  if constexpr (C.ordered) release(shared.dq_there[turn.stage].full);
   release(shared.rows_there[step % C.row_stages()].empty);
 }
 

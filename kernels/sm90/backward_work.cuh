@@ -1,7 +1,7 @@
 // Hopper's backward, all but the products: which keys a block of threads has, the steps of its loop, what
 // lies in shared memory, and the warps beside those that compute. One thread asks TMA for tiles, one warp
 // brings lse and delta, one thread what else there is to know of a block of keys and of a step, and one warp
-// has dq added.
+// has dq added; where its sums have an order two do, and one thread has what two have otherwise.
 //
 // A block of threads takes one block of keys after the other. All rings go on from block to block, so that
 // the next one's tiles come while this one's dk and dv are stored.
@@ -80,7 +80,7 @@ struct BackwardShared : DqShared<C>, PShared<C> {
   BackwardWork work[work_stages];
   Barriers work_there[work_stages], k_there, v_there;
   Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()];
-  Barriers dq_there[C.dq_stages()], ds_there[C.ds_stages()];
+  Barriers dq_there[C.dq_turns()], ds_there[C.ds_stages()];
   Barriers p_there;  // where warpgroups share a step
 };
 
@@ -104,7 +104,7 @@ template <Sm90BackwardConfig C>
   const SequenceArg sequence = params.sequence(b);
   const int n_blocks = tiles_of(sequence.allocated_k, C.block_n);
   if (tile < 0 || tile >= n_blocks) return false;
-  const int n_block = params.turn != nullptr ? n_blocks - 1 - tile : tile;
+  const int n_block = C.ordered ? n_blocks - 1 - tile : tile;
   const int first_key = n_block * C.block_n;
   const NarrowMask::Range rows =
       all.mask(sequence).rows_of_any({first_key, min(first_key + C.block_n, sequence.seqlen_k)});
@@ -119,15 +119,19 @@ template <Sm90BackwardConfig C>
   return true;
 }
 
-// Numbers of blocks of keys, in their order. The first is the block of threads' own, and costs no time; but
-// where sums have an order nobody may hold a number and not have begun, so that all are drawn.
+// Numbers of blocks of keys, in their order, from what was drawn. The first is the block of threads' own, and
+// costs no time; but where sums have an order nobody may hold a number and not have begun, so that all are
+// drawn.
 [[nodiscard]] __device__ __forceinline__ unsigned draw(const Sm90BackwardParams& all) {
-  const AttentionParams& params = all.attention;
-  const unsigned drawn = atomicAdd(params.ticket, 1);
-  return params.turn != nullptr ? all.order.place(drawn) : drawn + gridDim.x;
+  return ptx::count_up(all.attention.ticket);
 }
+template <Sm90BackwardConfig C>
+[[nodiscard]] __device__ __forceinline__ unsigned number_of(const Sm90BackwardParams& all, unsigned drawn) {
+  return C.ordered ? all.order.place(drawn) : drawn + gridDim.x;
+}
+template <Sm90BackwardConfig C>
 [[nodiscard]] __device__ __forceinline__ unsigned first_number(const Sm90BackwardParams& all) {
-  return all.attention.turn != nullptr ? draw(all) : ptx::block_index();
+  return C.ordered ? number_of<C>(all, draw(all)) : ptx::block_index();
 }
 
 // What a helper, of one thread or all of a warp, does for each block of keys.
@@ -167,6 +171,13 @@ struct Steps {
       ++h;
     }
   }
+  // Where so many are left: for who has no registers to keep the rest.
+  __device__ __forceinline__ void find_again(const AttentionParams& params, int so_many) {
+    left = so_many;
+    const unsigned blocks = work.past_m - work.first_m, past = work.steps - left;
+    h = work.kv_head * params.group_size + past / blocks;
+    m_block = work.first_m + past % blocks;
+  }
 };
 
 // The warp is done with a buffer.
@@ -176,30 +187,34 @@ __device__ __forceinline__ void release(ptx::Barrier& empty) {
 
 // ---- Beside the consumers.
 
-// One thread: asks TMA for the tiles. It runs ahead into the next block of keys: the buffers of its first
+// Asks TMA for the tiles of a step. It runs ahead into the next block of keys: the buffers of its first
 // queries are the first to come free, k's the last.
 template <Sm90BackwardConfig C>
+__device__ __forceinline__ void load_step(const Sm90BackwardParams& all, BackwardShared<C>& shared,
+                                          const BackwardWork& work, const Steps& at) {
+  const auto batch = [&] { return all.attention.packed() ? 0 : work.b; };
+  const int row = work.sequence.q_begin + at.m_block * C.block_m;
+  const RingPlace q = ring_at<C.q_stages>(at.step()), dout = ring_at<C.dout_stages>(at.step());
+  begin_load(shared.q_there[q.stage], q.parity, C.block_m * C.head_dim * 2);
+  load_tile<Reuse::soon>(shared.q[q.stage], all.q, shared.q_there[q.stage].full, row, at.h, batch());
+  begin_load(shared.dout_there[dout.stage], dout.parity, C.block_m * C.head_dim_v * 2);
+  load_tile<Reuse::soon>(shared.dout[dout.stage], all.dout, shared.dout_there[dout.stage].full, row, at.h,
+                         batch());
+  if (at.first()) {
+    const int key = work.sequence.k_begin + work.first_key;
+    begin_load(shared.v_there, work.loads % 2, C.block_n * C.head_dim_v * 2);
+    load_tile<Reuse::once>(shared.v, all.v, shared.v_there.full, key, work.kv_head, batch());
+    begin_load(shared.k_there, work.loads % 2, C.block_n * C.head_dim * 2);
+    load_tile<Reuse::once>(shared.k, all.k, shared.k_there.full, key, work.kv_head, batch());
+  }
+}
+
+// One thread, or find_facts does it.
+template <Sm90BackwardConfig C>
 __device__ __forceinline__ void load_tiles(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
-  const AttentionParams& params = all.attention;
   for_each_work(shared, [&](const BackwardWork& work) {
-    const auto batch = [&] { return params.packed() ? 0 : work.b; };
 #pragma unroll 1
-    for (Steps at(params, work); at.more(); at.next()) {
-      const int row = work.sequence.q_begin + at.m_block * C.block_m;
-      const RingPlace q = ring_at<C.q_stages>(at.step()), dout = ring_at<C.dout_stages>(at.step());
-      begin_load(shared.q_there[q.stage], q.parity, C.block_m * C.head_dim * 2);
-      load_tile<Reuse::soon>(shared.q[q.stage], all.q, shared.q_there[q.stage].full, row, at.h, batch());
-      begin_load(shared.dout_there[dout.stage], dout.parity, C.block_m * C.head_dim_v * 2);
-      load_tile<Reuse::soon>(shared.dout[dout.stage], all.dout, shared.dout_there[dout.stage].full, row, at.h,
-                             batch());
-      if (at.first()) {
-        const int key = work.sequence.k_begin + work.first_key;
-        begin_load(shared.v_there, work.loads % 2, C.block_n * C.head_dim_v * 2);
-        load_tile<Reuse::once>(shared.v, all.v, shared.v_there.full, key, work.kv_head, batch());
-        begin_load(shared.k_there, work.loads % 2, C.block_n * C.head_dim * 2);
-        load_tile<Reuse::once>(shared.k, all.k, shared.k_there.full, key, work.kv_head, batch());
-      }
-    }
+    for (Steps at(all.attention, work); at.more(); at.next()) load_step(all, shared, work, at);
   });
 }
 
@@ -274,7 +289,8 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
 }
 
 // One thread: the facts of a step, and the next block of keys when this one is nearly through: early enough
-// to load its tiles, and late enough that who is fast gets more of them.
+// to load its tiles, and late enough that who is fast gets more of them. Where sums have an order it asks for
+// the tiles, too.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   constexpr int ahead = 3;  // steps
@@ -287,18 +303,23 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
     work.blocks = block;
     work.first_step = first_step;
     work.loads = loads;
-    while (!find_work<C>(all, number, work)) number = draw(all);
+    while (!find_work<C>(all, number, work)) number = number_of<C>(all, draw(all));
     ptx::arrive(shared.work_there[at.stage].full);
   };
-  announce(0, first_number(all), 0, 0);
+  announce(0, first_number<C>(all), 0, 0);
   unsigned block = 0;
 #pragma unroll 1
   while (true) {
-    const BackwardWork& work = shared.work[block % work_stages];  // nobody else writes there
-    if (work.steps < 0) return;
+    // Nobody else writes there. By an address that is found anew: it would be kept beside the other.
+    if (shared.work[block % work_stages].steps < 0) return;
+    const BackwardWork& work = shared.work[ptx::opaque(block % work_stages)];
     Steps at(params, work);
+#pragma unroll 1
     while (true) {
+      const bool ends = at.left == min(work.steps, ahead);
+      const unsigned drawn = ends ? draw(all) : 0;  // it comes while the step's facts are found
       if (at.more()) {
+        if constexpr (C.ordered) load_step(all, shared, work, at);
         const RingPlace row = ring_at<C.row_stages()>(at.step());
         const int first_query = at.m_block * C.block_m, tile_row = first_query / tile::DqTiles::rows;
         ptx::wait(shared.rows_there[row.stage].empty, row.parity ^ 1);
@@ -313,9 +334,11 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
             C.dq_direct() ? tile::DqTiles::row_of_tiles(params, work.b, at.h, tile_row) : nullptr};
         ptx::arrive(shared.rows_there[row.stage].full);
       }
-      if (at.left == min(work.steps, ahead))
-        announce(work.blocks + 1, draw(all), work.first_step + work.steps,
+      if (ends) {
+        announce(work.blocks + 1, number_of<C>(all, drawn), work.first_step + work.steps,
                  work.loads + (work.steps > 0 ? 1 : 0));
+        if (work.steps > 1) at.find_again(params, min(work.steps, ahead));
+      }
       if (at.left <= 1) break;
       at.next();
     }
@@ -356,19 +379,21 @@ struct DqPart {
 // One warp: a lane has the dq of one warp of the consumers added. Or, where they do that themselves, it tells
 // them when it is their turn, if they have one.
 //
-// Where sums have an order, a step is passed on when it is in memory, which takes most of a step: meanwhile
-// it looks whose turn the next one is. One fence then orders both, what was added before who is told, and
-// what was seen before what is added next. Others' additions are before it, too: it has waited for them.
+// Where sums have an order, a step is passed on when it is in memory, and that takes longer than a step: two
+// warps have every other step each. Meanwhile it looks whose turn its next one is. One fence then orders
+// both, what was added before who is told, and what was seen before what is added next. Others' additions are
+// before it, too: it has waited for them.
 template <Sm90BackwardConfig C>
 __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardShared<C>& shared) {
   using Tiles = tile::DqTiles;
   const AttentionParams& params = all.attention;
   for_each_work(shared, [&](const BackwardWork& work) {
-    const bool ordered = params.turn != nullptr;
-    if (C.dq_direct() && !ordered) return;
+    if (C.dq_direct() && !C.ordered) return;
     int seen = -1;  // of the step's turn
+    Steps at(params, work);
+    if (C.ordered && at.step() % 2 != ptx::thread_index() / 64 % 2) at.next();
 #pragma unroll 1
-    for (Steps at(params, work); at.more();) {
+    while (at.more()) {
       // Found again rather than kept. Tiles of queries, of all heads, are fewer than 2^31.
       const auto turn = [&] {
         const auto tiles =
@@ -376,17 +401,17 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         return ptx::opaque(at.h) * tiles + first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) +
                at.m_block;
       };
-      if (ordered) {
+      if constexpr (C.ordered) {
         const int mine = turn_of<C>(all, work, at.m_block);
         while (seen != mine) seen = ptx::load_acquire(params.turn + turn());
         if constexpr (!C.dq_direct()) ptx::admit_global();
       }
+      const auto place = [&] { return ring_at<C.dq_turns()>(at.step()); };
       if constexpr (C.dq_direct()) {
         __syncwarp();
-        release(shared.dq_there[0].empty);
-        ptx::wait(shared.dq_there[0].full, at.step() % 2);
+        release(shared.dq_there[place().stage].empty);
+        ptx::wait(shared.dq_there[place().stage].full, place().parity);
       } else {
-        const auto place = [&] { return ring_at<C.dq_stages()>(at.step()); };
         ptx::wait(shared.dq_there[place().stage].full, place().parity);
         ptx::publish_shared();
         const int lane = ptx::thread_index() % 32, warp = lane % 4, group = lane / 4;
@@ -394,8 +419,8 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         const DqPart<C> part(params, group, warp);
         if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
           // First what is known of the lane: it is three registers then.
-          const unsigned from =
-              ptx::opaque(ptx::shared_address(shared.dq[place().stage][group][warp][part.overlap]));
+          const unsigned from = ptx::opaque(
+              ptx::shared_address(shared.dq[at.step() % C.dq_stages()][group][warp][part.overlap]));
           const int bytes = ptx::opaque(part.tiles * Tiles::size * 4),
                     offset = ptx::opaque(part.offset(params));
           ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + offset, from,
@@ -406,17 +431,18 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         __syncwarp();
         release(shared.dq_there[place().stage].empty);
       }
-      if (!ordered) {
+      if constexpr (C.ordered) {
+        const unsigned added = ptx::opaque(turn());
         at.next();
-        continue;
+        at.next();
+        if (at.more()) seen = ptx::load_relaxed(params.turn + turn());
+        if constexpr (!C.dq_direct()) ptx::wait_bulk<0>();
+        __syncwarp();
+        ptx::fence();
+        if (threadIdx.x % 32 == 0) ptx::add_relaxed(params.turn + added, 1);
+      } else {
+        at.next();
       }
-      const unsigned added = ptx::opaque(turn());
-      at.next();
-      if (at.more()) seen = ptx::load_relaxed(params.turn + turn());
-      if constexpr (!C.dq_direct()) ptx::wait_bulk<0>();
-      __syncwarp();
-      ptx::fence();
-      if (threadIdx.x % 32 == 0) ptx::add_relaxed(params.turn + added, 1);
     }
   });
 }
@@ -471,7 +497,7 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
         barriers.empty.init(releases);
       }
     };
-    init(shared.work_there, 1, warps + 1 + 2 * 32);  // and helpers: a thread, and two warps
+    init(shared.work_there, 1, warps + 2 * 32 + (C.ordered ? 32 : 1));  // and helpers
     shared.k_there.full.init(1);
     shared.k_there.empty.init(warps);
     shared.v_there.full.init(1);
@@ -491,11 +517,11 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
     cutlass::arch::warpgroup_reg_dealloc<C.producer_registers()>();
     if (helper == 1) {
       load_rows<C>(params, shared);
-    } else if (helper == 2) {
+    } else if (helper == 2 || (C.ordered && helper == 0)) {
       add_dq<C>(params, shared);
     } else if (threadIdx.x % 32 != 0) {
       return;
-    } else if (helper == 0) {
+    } else if (!C.ordered && helper == 0) {
       load_tiles<C>(params, shared);
     } else {
       find_facts<C>(params, shared);

@@ -91,6 +91,7 @@ struct Sm90BackwardConfig {
   int dv_parts;
   bool ds_in_registers;
   Terms terms;
+  bool ordered;  // sums of dq have an order: the deterministic mode
 
   // Two warpgroups have the same keys: the one their dv, the other their dk.
   [[nodiscard]] constexpr bool wide() const { return head_dim > 128 || head_dim_v > 128; }
@@ -102,6 +103,9 @@ struct Sm90BackwardConfig {
   [[nodiscard]] constexpr bool two_dqs() const { return !wide() && ds_in_registers && dv_parts > 0; }
   [[nodiscard]] constexpr int dq_stages() const { return two_dqs() ? 2 : 1; }
   [[nodiscard]] constexpr int ds_stages() const { return two_dqs() ? 1 : 2; }
+  // Barriers of dq: of its buffers, or of every other step, for the two warps that add where there is an
+  // order.
+  [[nodiscard]] constexpr int dq_turns() const { return ordered ? 2 : dq_stages(); }
   // Buffers of lse, delta and where dq lies, which is needed a step later.
   [[nodiscard]] constexpr int row_stages() const { return dq_direct() ? 3 : 2; }
   [[nodiscard]] constexpr int consumers() const { return wide() ? 2 : block_n / 64; }

@@ -29,9 +29,11 @@ void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
 }
 
 void add_sm90_backward(std::vector<PackEntry>& list, Half type) {
-  for (const int head_dim : {64, 96, 128, 192, 256})
-    list.push_back(entry(sm90_backward_config(type, head_dim, head_dim, Terms::plain)));
-  list.push_back(entry(sm90_backward_config(type, 192, 128, Terms::plain)));
+  for (const bool ordered : {false, true}) {
+    for (const int head_dim : {64, 96, 128, 192, 256})
+      list.push_back(entry(sm90_backward_config(type, head_dim, head_dim, Terms::plain, ordered)));
+    list.push_back(entry(sm90_backward_config(type, 192, 128, Terms::plain, ordered)));
+  }
   for (const Terms terms : {Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias}) {
     list.push_back(entry(sm90_backward_config(type, 64, 64, terms)));
     // With dropout a few registers spill.

@@ -63,9 +63,9 @@ std::string spelled(const BackwardConfig& c) {
                 spelled(c.kv_in_registers), spelled(c.aligned), spelled(c.terms).c_str());
 }
 std::string spelled(const Sm90BackwardConfig& c) {
-  return format("Sm90BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim,
+  return format("Sm90BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
-                spelled(c.ds_in_registers), spelled(c.terms).c_str());
+                spelled(c.ds_in_registers), spelled(c.terms).c_str(), spelled(c.ordered));
 }
 std::string spelled(const DbiasConfig& c) {
   return format("DbiasConfig{%s, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim, c.head_dim_v, c.block,
@@ -218,9 +218,9 @@ std::string kernel_name(const BackwardConfig& c) {
                 c.kv_in_registers ? "kv" : "", terms_name(c.terms).c_str(), aligned_name(c.aligned));
 }
 std::string kernel_name(const Sm90BackwardConfig& c) {
-  return format("tessera_sm90_backward_%s_d%dx%d_m%dn%dq%do%dv%d%s_%s", type_name(c.type), c.head_dim,
+  return format("tessera_sm90_backward_%s_d%dx%d_m%dn%dq%do%dv%d%s_%s%s", type_name(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.q_stages, c.dout_stages, c.dv_parts,
-                c.ds_in_registers ? "r" : "", terms_name(c.terms).c_str());
+                c.ds_in_registers ? "r" : "", terms_name(c.terms).c_str(), c.ordered ? "_ordered" : "");
 }
 std::string kernel_name(const DbiasConfig& c) {
   return format("tessera_sm80_dbias_%s_d%dx%d_b%d_%s%s", type_name(c.type), c.head_dim, c.head_dim_v, c.block,
@@ -306,8 +306,8 @@ int shared_of(const Sm90BackwardConfig& c) {
   const int p = c.wide() ? c.block_m * c.block_n : 0;
   const int rows = c.row_stages() * (2 * c.block_m * 4 + facts);
   const int barriers =
-      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + c.dq_stages() + 1 + c.ds_stages()) *
-      2 * 8;
+      (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + c.dq_turns() + 1 + c.ds_stages()) * 2 *
+      8;
   return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + work_stages * work + barriers + 1023) / 1024 *
          1024;
 }
@@ -412,16 +412,17 @@ Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
                              static_cast<int>(problem.head_dim_v), terms_of(problem));
 }
 
-Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms) {
+Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms, bool ordered) {
   const Sm90BackwardTiles tiles =
       row_for(terms == Terms::plain ? sm90_backward : sm90_backward_terms, head_dim, head_dim_v);
   return {type,           tile_width(head_dim), tile_width(head_dim_v), tiles.block_m,         tiles.block_n,
-          tiles.q_stages, tiles.dout_stages,    tiles.dv_parts,         tiles.ds_in_registers, terms};
+          tiles.q_stages, tiles.dout_stages,    tiles.dv_parts,         tiles.ds_in_registers, terms,
+          ordered};
 }
 Sm90BackwardConfig sm90_backward_config(const Problem& problem) {
   return sm90_backward_config(half_of(problem), static_cast<int>(problem.head_dim),
                               static_cast<int>(problem.head_dim_v),
-                              without(terms_of(problem), Terms::wide_bias));
+                              without(terms_of(problem), Terms::wide_bias), problem.deterministic);
 }
 
 ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem) {

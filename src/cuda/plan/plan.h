@@ -74,7 +74,8 @@ struct SmallConfig {
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
 
-[[nodiscard]] Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms);
+[[nodiscard]] Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms,
+                                                      bool ordered = false);
 [[nodiscard]] Sm90BackwardConfig sm90_backward_config(const Problem& problem);
 
 [[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem);
