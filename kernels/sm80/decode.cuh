@@ -513,7 +513,7 @@ __device__ void decode(const DecodeParams& params) {
     ptx::let_next_begin();  // which may look at lengths at once
   };
 #if __CUDA_ARCH__ >= 900
-  bool waited = params.attention.packed() || params.page_table != nullptr;
+  bool waited = params.attention.packed();
 #else
   bool waited = true;
 #endif
@@ -522,9 +522,14 @@ __device__ void decode(const DecodeParams& params) {
   for (;; waited = true) {  // twice at most
     const DecodeWork work(params);
     const bool none = work.none();
+    const bool paged = params.page_table != nullptr;
+    if (!waited && paged) {  // pages that keys are read from are looked up behind it
+      if (!none) ask_early<C, true>(params, work, work.keys(C.warps));
+      wait();
+    }
     KeyRing<C> ring(params, work);
-    if (!waited) {
-      if (!none) ask_early<C>(params, work, ring.keys);
+    if (!waited && !paged) {
+      if (!none) ask_early<C, false>(params, work, ring.keys);
       wait();
     }
 #pragma unroll 1

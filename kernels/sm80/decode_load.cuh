@@ -148,11 +148,11 @@ struct DecodeWork {
         blocks(params.blocks_of(splits)),
         row(params.page_table == nullptr && tile.b < params.attention.batch ? params.slot(tile.b, 0).block
                                                                             : 0) {}
-  // Whether something that this was made of is another now. Not for packed queries, nor for pages.
+  // Whether something that this was made of is another now. Not for packed queries.
   [[nodiscard]] __device__ __forceinline__ bool changed(const DecodeParams& params) const {
     const DecodeSequence now = params.sequence(tile.b);
     return now.before != tile.sequence.before || now.k_begin != tile.sequence.k_begin ||
-           params.slot(tile.b, 0).block != row;
+           (params.page_table == nullptr && params.slot(tile.b, 0).block != row);
   }
   [[nodiscard]] __device__ __forceinline__ bool none() const {
     return tile.queries == 0 || split >= blocks.count;
@@ -229,22 +229,25 @@ struct KeyRing {
 };
 
 // Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
-// to do. Lengths may be about to change: then that was for nothing. Nothing is read here.
-template <DecodeConfig C>
+// to do. Lengths and pages may be about to change: then that was for nothing. No key is read here. Not where
+// a block has a multiprocessor to itself, and much under way at once: there it is not faster.
+template <DecodeConfig C, bool paged>
 __device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work,
                                           const WarpKeys& keys) {
   const AttentionParams& a = params.attention;
-  if (keys.begin >= keys.end) return;
+  if (C.per_sm == 1 || keys.begin >= keys.end) return;
   const int first = keys.begin - (keys.begin - keys.first) % C.keys;
-  const auto ask = [&](const RowsArg& rows, int slot, int width) {
+  const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
     const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) +
-                      work.tile.head_k * rows.head + (work.row * rows.batch + slot * rows.seq);
+                      work.tile.head_k * rows.head + (at.block * rows.batch + at.slot * rows.seq);
     for (int col = 0; col < width; col += 128 / C.number_bytes()) ptx::prefetch(row + col);  // lines
   };
   for (int i = threadIdx.x % 32; i < (C.stages - 1) * C.keys && first + i < keys.end; i += 32) {
-    const int slot = work.tile.sequence.k_begin + first + i;
-    ask(a.k, slot, a.head_dim);
-    ask(a.v, slot, a.head_dim_v);
+    const int key = work.tile.sequence.k_begin + first + i;
+    const DecodeParams::Slot at =
+        paged ? params.slot(work.tile.b, key, true) : DecodeParams::Slot{work.row, key};
+    ask(a.k, at, a.head_dim);
+    ask(a.v, at, a.head_dim_v);
   }
 }
 

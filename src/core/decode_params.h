@@ -81,7 +81,8 @@ struct DecodeParams {
   float *o_partial, *state_partial;
 
   // A length as it is now, past the cache of a multiprocessor: kernels look at them before the ones before
-  // them have ended, and again then. Pages are read only then, and often: they may be cached.
+  // them have ended, and again then. Pages that keys are read from are read only then, and often: they may
+  // be cached.
   [[nodiscard]] static TESSERA_HD int now(const int& x) { return *static_cast<const volatile int*>(&x); }
 
   // Lengths on a GPU cannot be validated: whatever they are, nothing outside the tensors is touched.
@@ -135,11 +136,12 @@ struct DecodeParams {
   struct Slot {
     int block, slot;
   };
-  [[nodiscard]] TESSERA_HD Slot slot(int b, int s) const {
+  [[nodiscard]] TESSERA_HD Slot slot(int b, int s, bool early = false) const {
     if (page_table == nullptr)
       return {batch_idx == nullptr ? b : AttentionParams::clamp(now(batch_idx[b]), 0, blocks - 1), s};
     const unsigned page = page_size.quotient(static_cast<unsigned>(s));
-    return {AttentionParams::clamp(page_table[b * page_table_row + page], 0, blocks - 1),
+    const int& number = page_table[b * page_table_row + page];
+    return {AttentionParams::clamp(early ? now(number) : number, 0, blocks - 1),
             static_cast<int>(page_size.remainder(static_cast<unsigned>(s)))};
   }
   // The row of cos and sin of a query; a new key's is its slot.

@@ -111,52 +111,69 @@ TEST_P(GpuDecode, ADecodeGraphReplaysWithOtherLengths) {
 }
 
 // What is worked out early counts only if it still holds when the kernel before has ended.
-TEST_P(GpuDecode, LengthsMayChangeUntilTheKernelBeforeHasEnded) {
-  struct Lengths {
-    std::byte* to;
-    std::int32_t of[4];
+TEST_P(GpuDecode, LengthsAndPagesMayChangeUntilTheKernelBeforeHasEnded) {
+  struct Late {
+    std::byte* to[2];
+    const std::byte* from[2];
+    int numbers[2];
   };
   constexpr const char* text = R"(
-struct Lengths { int* to; int of[4]; };
-extern "C" __global__ void tessera_test_lengths(const __grid_constant__ Lengths lengths) {
+struct Late { int* to[2]; const int* from[2]; int numbers[2]; };
+extern "C" __global__ void tessera_test_late(const __grid_constant__ Late late) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
   const long long begin = clock64();
   while (clock64() - begin < 1000000) {}  // until those that follow are there
-  lengths.to[threadIdx.x] = lengths.of[threadIdx.x];
+  for (int which = 0; which < 2; ++which) {
+    for (int i = threadIdx.x; i < late.numbers[which]; i += blockDim.x) late.to[which][i] = late.from[which][i];
+  }
 })";
   const Result<cuda::Context> context = cuda::Context::enter(0);
   ASSERT_TRUE(context.ok()) << context.status().message();
-  const auto kernel =
-      cuda::load(context.value(), "tessera_test_lengths", 0, [&] { return std::string(text); });
+  const auto kernel = cuda::load(context.value(), "tessera_test_late", 0, [&] { return std::string(text); });
   ASSERT_TRUE(kernel.ok()) << kernel.status().message();
-  for (const bool appends : {false, true}) {
-    for (const DType dtype : {DType::bfloat16, DType::float8_e4m3fn}) {
-      for (const std::uint8_t before :
-           {std::uint8_t{0x00}, std::uint8_t{0x7F}}) {  // none, or all there is room for
-        SCOPED_TRACE(std::string(appends ? "appends, " : "") + std::to_string(before));
-        DecodeCase c = decode_case(GetParam().name);
-        c.cache_dtype = dtype;
-        c.seqlen_new = appends ? 1 : 0;
-        c.rotary_dim = appends ? 64 : 0;
-        DecodeTensors tensors(c);
-        const Stream stream;
-        const ResidentDecode device(tensors, stream.get());
-        expect_ok(prepare(device.call));
-        EXPECT_EQ(judge(tensors,
-                        [&] {
-                          device.upload(tensors);
-                          const Tensor& there = device.call.cache_seqlens;
-                          Lengths lengths{static_cast<std::byte*>(there.data), {}};
-                          std::copy_n(c.cache_seqlens.begin(), 4, lengths.of);
-                          expect_ok(cuda::fill(there.data, before, 4 * sizeof(std::int32_t), stream.get()));
-                          expect_ok(cuda::launch(*kernel.value(), 1, 4, 0, stream.get(), &lengths));
-                          expect_ok(decode(device.call));
-                          device.download(tensors);
-                          return Status();
-                        }),
-                  "");
+  const auto expect_right = [&](const DecodeCase& c, std::uint8_t before) {
+    DecodeTensors tensors(c);
+    const Stream stream;
+    const ResidentDecode device(tensors, stream.get());
+    expect_ok(prepare(device.call));
+    const auto run_late = [&] {
+      device.upload(tensors);
+      Late late{};
+      std::vector<DeviceMemory> right;
+      for (const auto& [there, here] : {std::pair(&device.call.cache_seqlens, &tensors.cache_seqlens),
+                                        std::pair(&device.call.page_table, &tensors.page_table)}) {
+        if (!there->given()) continue;
+        const std::size_t bytes = static_cast<std::size_t>(here->size()) * sizeof(std::int32_t);
+        right.emplace_back(bytes);
+        expect_ok(cuda::copy_to_device(right.back().data(), here->tensor().data, bytes, stream.get()));
+        expect_ok(cuda::fill(there->data, before, bytes, stream.get()));
+        const std::size_t which = right.size() - 1;
+        late.to[which] = static_cast<std::byte*>(there->data);
+        late.from[which] = right.back().data();
+        late.numbers[which] = static_cast<int>(here->size());
+      }
+      expect_ok(cuda::launch(*kernel.value(), 1, 128, 0, stream.get(), &late));
+      expect_ok(decode(device.call));
+      device.download(tensors);
+      return Status();
+    };
+    EXPECT_EQ(judge(tensors, run_late), "");
+  };
+  for (const std::int64_t page : {0, 1, 16}) {
+    for (const bool appends : {false, true}) {
+      for (const DType dtype : {DType::bfloat16, DType::float8_e4m3fn}) {
+        for (const int before : {0x00, 0x7F}) {  // none, or all there is room for
+          SCOPED_TRACE("page " + std::to_string(page) + (appends ? ", appends, " : ", ") +
+                       std::to_string(before));
+          DecodeCase c = decode_case(GetParam().name);
+          c.cache_dtype = dtype;
+          c.page_size = page;
+          c.seqlen_new = appends ? 1 : 0;
+          c.rotary_dim = appends ? 64 : 0;
+          expect_right(c, static_cast<std::uint8_t>(before));
+        }
       }
     }
   }

@@ -365,11 +365,7 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
     const int cols = tile_width(dim);
     return stored != Stored::half && cols == 96 ? 128 : cols;
   };
-  // Head dims above 192 have no tile of 8 rows: with ptxas's mistake (kernels/sm80/NOTES.md) it ended in an
-  // illegal instruction on an H200, and without it has not run there yet.
-  const int block_m = rows <= 8 && width(std::max(head_dim, head_dim_v)) <= 192 ? 8
-                      : rows <= 16                                              ? 16
-                                                                                : tiles.block_m;
+  const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
   // As many bytes under way as of 16-bit numbers: by twice the keys a step, where there are registers, for
   // half the instructions a key.
   if (stored != Stored::half) {
