@@ -23,12 +23,14 @@ __device__ inline void load_eight(float (&x)[8], const RowsArg& arg, long long i
 }
 
 // One block for a row of all heads, which as a rule are neighbours in memory; `lanes` neighbouring lanes, a
-// power of two, have one head, 8 of its numbers each, and again. The blocks also clear what backward adds to.
+// power of two, have one head, 8 of its numbers each, and again. The blocks also clear what backward adds to,
+// from its end on: what backward begins with is then the last that was cleared, and still in the L2 cache.
 template <Half type, int threads>
 __device__ void delta(const AttentionParams& params) {
-  for (long long at = (1LL * ptx::block_index() * threads + threadIdx.x) * 16; at < params.clear_bytes;
-       at += 16LL * threads * gridDim.x)
-    *reinterpret_cast<uint4*>(reinterpret_cast<char*>(params.dq_acc) + at) = uint4{0, 0, 0, 0};
+  const long long pieces = params.clear_bytes / 16, each = (pieces + gridDim.x - 1) / gridDim.x;
+  const long long begin = (gridDim.x - 1 - ptx::block_index()) * each;
+  for (long long at = begin + threadIdx.x; at < min(begin + each, pieces); at += threads)
+    reinterpret_cast<uint4*>(params.dq_acc)[at] = uint4{0, 0, 0, 0};
 
   int lanes = 1;
   while (lanes * 8 < params.head_dim_v && lanes < 32) lanes *= 2;

@@ -11,6 +11,7 @@
 
 #include "core/attention_config.h"
 #include "core/attention_params.h"
+#include "ptx/launch.cuh"
 #include "sm90/pipeline.cuh"
 #include "tile/copy.cuh"
 #include "tile/dq_tiles.cuh"
@@ -512,6 +513,7 @@ __device__ __forceinline__ void run(const Sm90BackwardParams& params, const Cons
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  ptx::wait_for_earlier();  // delta
   const int helper = ptx::warp_index() - C.consumers() * 4;
   if (helper >= 0) {
     cutlass::arch::warpgroup_reg_dealloc<C.producer_registers()>();

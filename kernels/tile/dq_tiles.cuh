@@ -28,6 +28,19 @@ struct DqTiles {
     return e * 32 + lane;
 #endif
   }
+  static __device__ __forceinline__ void load(FragmentC& c, const float* tile) {
+    const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    const auto four = *reinterpret_cast<const float4*>(tile + place(lane, 0));
+    c[0] = four.x;
+    c[1] = four.y;
+    c[2] = four.z;
+    c[3] = four.w;
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[e] = tile[place(lane, e)];
+#endif
+  }
   static __device__ __forceinline__ void add(float* tile, const FragmentC& c) {
     const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900

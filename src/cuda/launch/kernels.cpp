@@ -120,11 +120,18 @@ class Stage {
     const Result<const LoadedKernel*> kernel =
         load(context_, kernel_name(config), shared_of(config), [&] { return program_text(config); });
     if (!kernel.ok() || only_load_) return kernel.status();
-    // Decode's kernels wait for what is before them by themselves.
-    const bool early = problem_.direction == Direction::decode && context_.facts().arch >= 90;
+    const bool early =
+        (problem_.direction == Direction::decode || waits(config)) && context_.facts().arch >= 90;
     return launch(*kernel.value(), static_cast<unsigned>(blocks), static_cast<unsigned>(threads_of(config)),
                   shared_of(config), problem_.stream, &params, early);
   }
+
+  // Decode's kernels, and of backward those that follow another, wait for what is before them by themselves.
+  template <class Config>
+  static bool waits(const Config& /*config*/) {
+    return std::is_same_v<Config, Sm90BackwardConfig>;
+  }
+  static bool waits(const SmallConfig& config) { return config.kernel == Small::convert_dq; }
 
   const Context& context_;
   const Problem& problem_;
