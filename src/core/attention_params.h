@@ -32,6 +32,9 @@ struct SequenceArg {
   int allocated_q, allocated_k;
 };
 
+// Rows of a block of backward's first kernel (kernels/delta.cuh).
+inline constexpr int delta_rows = 2;
+
 struct AttentionParams {
   RowsArg q, k, v, o, lse;
   RowsArg dout, dlse, dq, dk, dv;  // backward

@@ -541,7 +541,7 @@ std::int64_t blocks_of(const DbiasConfig& config, const Problem& problem) {
 std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
   switch (config.kernel) {
     case Small::delta:
-      return std::max<std::int64_t>(1, all_rows_q(problem));  // it clears, too
+      return std::max<std::int64_t>(1, ceil_div(all_rows_q(problem), delta_rows));  // it clears, too
     case Small::dsinks:
       return problem.num_heads_q;
     case Small::convert_dq:
