@@ -9,7 +9,7 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 // Rows at once, by keys or by vectors of values: accumulators and operands fit the 16 registers of AVX2, and
 // are chains enough to keep two multiply-adds a cycle going. A sum's order is the same in any of them.
-constexpr int stream_rows = 4, stream_keys = 4;
+constexpr int stream_rows = 4, stream_keys = 8;  // at most
 constexpr int stream_width(int rows) { return HWY_CAP_GE512 || HWY_ARCH_ARM || rows <= 2 ? 4 : 3; }
 
 // A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
@@ -21,30 +21,55 @@ HWY_INLINE Vec load_up_to(const T* p, std::int64_t n) {
   return load_as_float(copy);
 }
 
-// The sums of four vectors, side by side.
-HWY_INLINE void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+// Of four vectors, in each block of four lanes a part of each one's sum.
+HWY_INLINE Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
   const FloatTag f;
   const hn::RepartitionToWide<FloatTag> wide;
   const auto fold = [&](Vec x, Vec y) HWY_ATTR {
     return hn::BitCast(wide, hn::Add(hn::InterleaveLower(f, x, y), hn::InterleaveUpper(f, x, y)));
   };
   const auto ab = fold(a, b), cd = fold(c, d);
-  // In each block of four lanes: a, b, c, d.
-  const Vec blocks = hn::Add(hn::BitCast(f, hn::InterleaveLower(wide, ab, cd)),
-                             hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
-  if constexpr (lanes == 4) {
-    store(blocks, to);
-  } else if constexpr (lanes == 8) {
-    const hn::Half<FloatTag> half;
-    hn::StoreU(hn::Add(hn::LowerHalf(half, blocks), hn::UpperHalf(half, blocks)), half, to);
-  } else {
-    alignas(64) float parts[lanes];
-    const hn::CappedTag<float, 4> four;
-    store(blocks, parts);
-    auto sum = hn::Load(four, parts);
-    for (std::int64_t i = 4; i < lanes; i += 4) sum = hn::Add(sum, hn::Load(four, parts + i));
-    hn::StoreU(sum, four, to);
+  return hn::Add(hn::BitCast(f, hn::InterleaveLower(wide, ab, cd)),
+                 hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
+}
+
+// s[r][n] = the sum of acc[r][n], four of a row at a time. Where `keys` is 3, a fourth is written and means
+// nothing.
+template <int rows, int keys>
+HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t s_ld) {
+  constexpr int quads = keys == 3 ? 1 : keys / 4, count = rows * quads;
+  static_assert(keys == 3 || keys % 4 == 0);
+  Vec quad[count];
+  const auto to = [&](int i) { return s + i / quads * s_ld + i % quads * 4; };
+  HWY_UNROLL(4)
+  for (int i = 0; i < count; ++i) {
+    const Vec* x = acc[i / quads] + i % quads * 4;
+    quad[i] = fold_four(x[0], x[1], x[2], keys == 3 ? set(0.0f) : x[keys == 3 ? 2 : 3]);
   }
+#if HWY_CAP_GE512
+  static_assert(count <= 4);
+  const auto fold = [](Vec x, Vec y) HWY_ATTR {
+    return Vec{
+        _mm512_add_ps(_mm512_shuffle_f32x4(x.raw, y.raw, 0x88), _mm512_shuffle_f32x4(x.raw, y.raw, 0xDD))};
+  };
+  const Vec low = fold(quad[0], quad[count > 1 ? 1 : 0]);
+  const Vec high = count > 2 ? fold(quad[count > 2 ? 2 : 0], quad[count - 1]) : low;
+  const Vec sums = fold(low, high);
+  _mm_storeu_ps(to(0), _mm512_castps512_ps128(sums.raw));
+  if constexpr (count > 1) _mm_storeu_ps(to(1), _mm512_extractf32x4_ps(sums.raw, 1));
+  if constexpr (count > 2) _mm_storeu_ps(to(2), _mm512_extractf32x4_ps(sums.raw, 2));
+  if constexpr (count > 3) _mm_storeu_ps(to(3), _mm512_extractf32x4_ps(sums.raw, 3));
+#else
+  HWY_UNROLL(4)
+  for (int i = 0; i < count; ++i) {
+    if constexpr (lanes == 4) {
+      store(quad[i], to(i));
+    } else {
+      const hn::Half<FloatTag> half;
+      hn::StoreU(hn::Add(hn::LowerHalf(half, quad[i]), hn::UpperHalf(half, quad[i])), half, to(i));
+    }
+  }
+#endif
 }
 
 // Rows that will be wanted next, called for line by line between the products: all at once they would hold up
@@ -76,21 +101,16 @@ struct Next {
   }
 };
 
-// Lines of so many vectors: what a step of the loops below works through.
-template <class T, int vectors>
-constexpr int lines_of_step = (vectors * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) + 63) / 64;
-
-// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups. The head's elements lie
-// `offset` behind the row's pointer.
-template <int rows, class T>
+// s[r][j] = q_r · k_j of `rows` rows and key_count keys, `keys` at a time. The head's elements lie `offset`
+// behind the row's pointer. With each step some lines of `next` are called for.
+template <int rows, int keys, class T>
 HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
-                                std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
-                                float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
-  constexpr int keys = stream_width(rows);
+                                std::int64_t offset, std::int64_t key_count, std::int64_t dim,
+                                float* HWY_RESTRICT s, std::int64_t s_ld, Next& next, int lines) {
   constexpr bool step_fetches = keys == 4;  // otherwise all registers are taken
   const std::int64_t whole = dim / lanes * lanes;
-  for (std::int64_t j = begin; j < end; j += keys) {
-    if constexpr (!step_fetches) next.fetch(static_cast<int>(keys * dim * sizeof(T) / 64) + 1);
+  for (std::int64_t j = 0; j < key_count; j += keys) {
+    if constexpr (!step_fetches) next.fetch(lines * static_cast<int>((dim + lanes - 1) / lanes));
     const T* k[keys];
     for (int n = 0; n < keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
     Vec acc[rows][keys];
@@ -100,7 +120,7 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
       for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
     }
     const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
-      if constexpr (step_fetches) next.fetch(lines_of_step<T, keys>);
+      if constexpr (step_fetches) next.fetch(lines);
       Vec kc[keys];
       HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) kc[n] = load_k(k[n] + c);
@@ -114,28 +134,25 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
     for (std::int64_t c = 0; c < whole; c += lanes)
       step(c, [](const T* p) HWY_ATTR { return load_as_float(p); });
     if (whole < dim) step(whole, [&](const T* p) HWY_ATTR { return load_up_to(p, dim - whole); });
-    HWY_UNROLL(4)
-    for (int r = 0; r < rows; ++r)
-      store_sums(acc[r][0], acc[r][1], acc[r][2], keys > 3 ? acc[r][keys - 1] : set(0.0f), s + r * s_ld + j);
+    store_sums(acc, s + j, s_ld);
   }
 }
 
-// acc_o[r] = alpha[r] acc_o[r] + sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is
-// what of a row's elements is there.
+// acc_o[r] += sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is what of a row's
+// elements is there.
 template <int rows, int vectors, bool whole, class T>
 HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
-                                 std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t c,
-                                 std::int64_t left, const float* HWY_RESTRICT alpha,
-                                 float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
+                                 std::int64_t offset, std::int64_t key_count, std::int64_t c,
+                                 std::int64_t left, float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next,
+                                 int lines) {
   Vec acc[rows][vectors];
   HWY_UNROLL(4)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(4)
-    for (int n = 0; n < vectors; ++n)
-      acc[r][n] = hn::Mul(set(alpha[r]), load(acc_o + r * o_ld + c + n * lanes));
+    for (int n = 0; n < vectors; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
   }
-  for (std::int64_t j = begin; j < end; ++j) {
-    next.fetch(lines_of_step<T, vectors>);
+  for (std::int64_t j = 0; j < key_count; ++j) {
+    next.fetch(lines);
     const T* row = static_cast<const T*>(v_rows[j]) + offset + c;
     Vec v[vectors];
     HWY_UNROLL(4)
@@ -157,19 +174,167 @@ HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld,
 
 template <int rows, class T>
 HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows,
-                              std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
-                              const float* alpha, float* acc_o, std::int64_t o_ld, Next& next) {
+                              std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
+                              std::int64_t o_ld, Next& next, int lines) {
   constexpr int most = stream_width(rows);
   std::int64_t c = 0;
   const auto columns = [&](auto vectors, auto whole) HWY_ATTR {
-    stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o,
-                                            o_ld, next);
+    stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next,
+                                            lines);
   };
   // Two and two rather than three and one: one vector is too few chains.
   for (; c + most * lanes <= dim && (most == 4 || (dim - c) / lanes != 4); c += most * lanes)
     columns(std::integral_constant<int, most>(), std::true_type());
   for (; c + 2 * lanes <= dim; c += 2 * lanes) columns(std::integral_constant<int, 2>(), std::true_type());
   for (; c < dim; c += lanes) columns(std::integral_constant<int, 1>(), std::false_type());
+}
+
+// --- Pairs of bfloat16 -------------------------------------------------------------------------------------
+
+// A cell is two numbers of bfloat16, and an instruction multiplies cells: as many products as two of float's,
+// and nothing to convert.
+using Cells = hn::Vec<UintTag>;
+
+HWY_INLINE Vec add_dots(Vec sum, Cells a, Cells b) {
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
+  return sum;
+#else
+  const FloatTag f;
+  const Cells high = hn::Set(UintTag(), 0xFFFF0000u);
+  const auto low = [&](Cells x) HWY_ATTR { return hn::BitCast(f, hn::ShiftLeft<16>(x)); };
+  sum = hn::MulAdd(hn::BitCast(f, hn::And(a, high)), hn::BitCast(f, hn::And(b, high)), sum);
+  return hn::MulAdd(low(a), low(b), sum);
+#endif
+}
+
+constexpr std::int64_t cell_step = 2 * lanes;  // numbers in a vector
+
+// A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
+HWY_INLINE Cells load_cells(const bfloat16* p, std::int64_t n) {
+  const hn::Repartition<std::uint16_t, UintTag> halves;
+  if (n >= cell_step) return hn::BitCast(UintTag(), hn::LoadU(halves, &p->bits));
+  bfloat16 copy[cell_step] = {};
+  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(bfloat16));
+  return hn::BitCast(UintTag(), hn::LoadU(halves, &copy->bits));
+}
+
+// stream_scores of bfloat16 on both sides. q's rows are padded with zeros to whole vectors.
+template <int rows, int keys>
+HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
+                             std::int64_t offset, std::int64_t key_count, std::int64_t dim,
+                             float* HWY_RESTRICT s, std::int64_t s_ld, Next& next, int lines) {
+  for (std::int64_t j = 0; j < key_count; j += keys) {
+    const bfloat16* k[keys];
+    for (int n = 0; n < keys; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]) + offset;
+    Vec acc[rows][keys];
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      HWY_UNROLL(8)
+      for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
+    }
+    const auto step = [&](std::int64_t c, std::int64_t left) HWY_ATTR {
+      next.fetch(lines);
+      Cells kc[keys];
+      HWY_UNROLL(8)
+      for (int n = 0; n < keys; ++n) kc[n] = load_cells(k[n] + c, left);
+      HWY_UNROLL(4)
+      for (int r = 0; r < rows; ++r) {
+        const Cells qc = load_cells(q + r * q_ld + c, cell_step);
+        HWY_UNROLL(8)
+        for (int n = 0; n < keys; ++n) acc[r][n] = add_dots(acc[r][n], qc, kc[n]);
+      }
+    };
+    std::int64_t c = 0;
+    for (; c + cell_step <= dim; c += cell_step) step(c, cell_step);
+    if (c < dim) step(c, dim - c);
+    store_sums(acc, s + j, s_ld);
+  }
+}
+
+// Floats to bfloat16 in the same place, rounded to nearest even; n a multiple of lanes.
+HWY_INLINE void round_row(float* row, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += lanes) {
+    const Vec x = load(row + i);
+    auto* to = reinterpret_cast<bfloat16*>(row) + i;
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+    __m256i rounded;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x.raw));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+#else
+    store_from_float(x, to);
+#endif
+  }
+}
+
+// stream_values of bfloat16: two keys at a time. Behind the last key p is 0. In each
+// cell_step columns of acc_o come first the lower halves of all blocks of eight, then the upper halves
+// (unzip_row).
+template <int rows, int steps>
+HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
+                              std::int64_t offset, std::int64_t key_count, std::int64_t c, std::int64_t left,
+                              float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next, int lines) {
+  const hn::Repartition<std::uint16_t, UintTag> halves;
+  Vec acc[rows][2 * steps];
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < 2 * steps; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
+  }
+  const auto add = [&](std::int64_t j, const auto& load_second) HWY_ATTR {
+    next.fetch(lines);
+    Cells v[2 * steps];
+    HWY_UNROLL(4)
+    for (int n = 0; n < steps; ++n) {
+      const bfloat16* first = static_cast<const bfloat16*>(v_rows[j]) + offset + c + n * cell_step;
+      const auto x = hn::BitCast(halves, load_cells(first, steps > 1 ? cell_step : left));
+      const auto y = hn::BitCast(halves, load_second(n));
+      v[2 * n] = hn::BitCast(UintTag(), hn::InterleaveLower(halves, x, y));
+      v[2 * n + 1] = hn::BitCast(UintTag(), hn::InterleaveUpper(halves, x, y));
+    }
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      std::uint32_t cell;
+      std::memcpy(&cell, p + r * p_ld + j, sizeof(cell));
+      const Cells pj = hn::Set(UintTag(), cell);
+      HWY_UNROLL(4)
+      for (int n = 0; n < 2 * steps; ++n) acc[r][n] = add_dots(acc[r][n], pj, v[n]);
+    }
+  };
+  std::int64_t j = 0;
+  for (; j + 1 < key_count; j += 2) {
+    const bfloat16* second = static_cast<const bfloat16*>(v_rows[j + 1]) + offset + c;
+    add(j, [&](int n) HWY_ATTR { return load_cells(second + n * cell_step, steps > 1 ? cell_step : left); });
+  }
+  if (j < key_count) add(j, [](int) HWY_ATTR { return hn::Zero(UintTag()); });
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < 2 * steps; ++n) store(acc[r][n], acc_o + r * o_ld + c + n * lanes);
+  }
+}
+
+template <int rows>
+HWY_INLINE void dot_values(const bfloat16* p, std::int64_t p_ld, const void* const* v_rows,
+                           std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
+                           std::int64_t o_ld, Next& next, int lines) {
+  std::int64_t c = 0;
+  for (; c + 2 * cell_step <= dim; c += 2 * cell_step)
+    dot_columns<rows, 2>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next, lines);
+  for (; c < dim; c += cell_step)
+    dot_columns<rows, 1>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next, lines);
+}
+
+// Columns as dot_columns leaves them, put in order.
+HWY_INLINE void unzip_row(float* row, std::int64_t dim) {
+  float copy[cell_step];
+  for (std::int64_t c = 0; c < dim; c += cell_step) {
+    std::memcpy(copy, row + c, sizeof(copy));
+    for (std::int64_t i = 0; i < cell_step; i += 8) {
+      std::memcpy(row + c + i, copy + i / 2, 4 * sizeof(float));
+      std::memcpy(row + c + i + 4, copy + lanes + i / 2, 4 * sizeof(float));
+    }
+  }
 }
 
 // Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.
