@@ -34,6 +34,8 @@ struct DecodeCut {
   std::int64_t row_blocks;
   Splits splits;
   std::int64_t most_splits;  // of such a sequence, whatever its keys: what the workspace has room for
+
+  [[nodiscard]] std::int64_t tasks() const { return splits.count * row_blocks; }  // of a key head
 };
 
 HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
@@ -42,17 +44,6 @@ HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
   const std::int64_t most = std::min(
       {forward_tiles.task_bytes / row_bytes, max_decode_rows, problem.max_seqlen_q * problem.group_size});
   return round_up(std::max(most, stream_task_rows), forward_tiles.tile_m);
-}
-
-// Key heads of a task. They change the order of the work, and no result.
-HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, std::int64_t tasks_of_head, int threads) {
-  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
-  const std::int64_t rows = std::max<std::int64_t>(problem.max_seqlen_q * problem.group_size, 1);
-  if (!adjacent || rows > few_rows) return 1;
-  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / rows);
-  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
-    heads = (heads + 1) / 2;
-  return heads;
 }
 
 HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence, std::int64_t task_rows) {
@@ -64,6 +55,18 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
   cut.splits = Splits::of(sequence.seqlen_k, asked, split_rule);
   cut.most_splits = Splits::most(problem.max_seqlen_k, asked, split_rule);
   return cut;
+}
+
+// Key heads of a task of this sequence. They change the order of the work, and no result. tasks_of_head is
+// how many tasks the call would have with one key head.
+HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, const DecodeCut& cut,
+                                          std::int64_t tasks_of_head, int threads) {
+  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
+  if (!adjacent || cut.rows > few_rows) return 1;
+  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / std::max<std::int64_t>(cut.rows, 1));
+  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
+    heads = (heads + 1) / 2;
+  return heads;
 }
 
 // One thread's arrays.
@@ -521,19 +524,20 @@ HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scrat
 
 HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout,
                               const DecodeScratch& scratch, const BlockTasks::Task& index,
-                              std::int64_t task_heads) {
-  const std::int64_t b = index.b, group = problem.group_size;
-  const BasicRange<std::int64_t> kv_heads{index.h * task_heads,
-                                          std::min((index.h + 1) * task_heads, problem.num_heads_k)};
+                              std::int64_t tasks_of_head, int threads) {
+  const std::int64_t b = index.b;
   const Sequence sequence = sequence_or_rest(problem, b);
   if (b == problem.batch) {  // rows that belong to no sequence
-    for (std::int64_t h = kv_heads.begin * group; h < kv_heads.end * group; ++h)
+    for (std::int64_t h = 0; h < problem.num_heads_q; ++h)
       clear_rows(problem, sequence, b, h, {0, sequence.allocated_q});
     return;
   }
   const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
-  const std::int64_t split = index.block / cut.row_blocks;
-  const std::int64_t first = index.block % cut.row_blocks * layout.task_rows;
+  const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
+  const std::int64_t first_head = index.block / cut.tasks() * heads, of_head = index.block % cut.tasks();
+  const BasicRange<std::int64_t> kv_heads{first_head, std::min(first_head + heads, problem.num_heads_k)};
+  const std::int64_t split = of_head / cut.row_blocks;
+  const std::int64_t first = of_head % cut.row_blocks * layout.task_rows;
   DecodeWork work{problem, layout, sequence, cut, b, split, kv_heads, {}, {}};
   work.rows = {first, std::min(first + layout.task_rows, cut.rows)};
   const Range seen = work.task(kv_heads.begin).keys_of_any(work.rows);
@@ -602,21 +606,25 @@ HWY_NOINLINE void decode(const Problem& problem, int threads, void* workspace) {
       append_task(problem, index / problem.num_heads_k, index % problem.num_heads_k);
     });
   }
-  // Splits times row blocks; the rows that belong to no sequence are one block.
   bool merge = false;
   std::int64_t tasks_of_head = 0;
-  const auto blocks_of = [&](const Sequence& sequence) {
-    const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
+  for (std::int64_t b = 0; b < problem.batch; ++b) {
+    const DecodeCut cut = decode_cut(problem, problem.sequence(b), layout.task_rows);
     merge = merge || cut.splits.count > 1;
-    tasks_of_head += cut.splits.count * cut.row_blocks;
-    return cut.splits.count * cut.row_blocks;
+    tasks_of_head += cut.tasks();
+  }
+  // Of a sequence, key heads times splits times row blocks; the rows that belong to none are one task.
+  std::int64_t b = 0;
+  const auto tasks_of = [&](const Sequence& sequence) -> std::int64_t {
+    if (b++ == problem.batch) return 1;
+    const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
+    const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
+    return (problem.num_heads_k + heads - 1) / heads * cut.tasks();
   };
-  BlockTasks tasks(problem, 1, 1, layout.first_task, blocks_of);
-  const std::int64_t heads = decode_task_heads(problem, tasks_of_head, threads);
-  tasks.heads = round_up(problem.num_heads_k, heads) / heads;
+  const BlockTasks tasks(problem, 1, 1, layout.first_task, tasks_of);
   parallel_for(tasks.count(), threads, [&](std::int64_t index, int slot) {
     [[maybe_unused]] const Session session;
-    decode_task(problem, layout, scratch_of(slot), tasks.task(index), heads);
+    decode_task(problem, layout, scratch_of(slot), tasks.task(index), tasks_of_head, threads);
   });
   if (!merge) return;
   parallel_for(pairs, threads, [&](std::int64_t index, int slot) {
