@@ -300,40 +300,30 @@ HWY_NOINLINE const void* const* widen_rows(const DecodeScratch& scratch, const v
 struct Few {
   float *q, *s, *o;
   std::int64_t q_ld, s_ld, o_ld, rows;
-
-  // How many lines to call for with a step that reads so many bytes: rows are taken in groups, and each group
-  // reads them again.
-  [[nodiscard]] int lines(std::int64_t bytes) const {
-    const std::int64_t groups = (rows + stream_rows - 1) / stream_rows;
-    return static_cast<int>((bytes + 64 * groups - 1) / (64 * groups));
-  }
 };
 
-// Those rows against rows of the cache as T: s = q kᵀ of the first `keys` keys, and o += p v.
+// Those rows against rows of the cache as T: s = q kᵀ of the first `keys` keys, and o += p v. Of several
+// groups of rows the first calls for lines, so that all heads together take them at an even pace.
 template <class T>
 struct FloatProducts {
   static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {
     cpu::TESSERA_CPU_KERNEL::load_query(task, row, to, ld);
   }
-  static HWY_INLINE Next scores(const Few& few, const void* const* k_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next next) {
+  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
     over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
       constexpr int width = stream_width(count);
       stream_scores<count, width, T>(few.q + r * few.q_ld, few.q_ld, k_rows, offset, keys, dim,
-                                     few.s + r * few.s_ld, few.s_ld, next,
-                                     few.lines(width * lanes * static_cast<std::int64_t>(sizeof(T))));
+                                     few.s + r * few.s_ld, few.s_ld, next);
     });
-    return next;
   }
   static HWY_INLINE void before_values(const Few& /*few*/, std::int64_t /*keys*/) {}
-  static HWY_INLINE Next values(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next next) {
+  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
     over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
       stream_values<count, T>(few.s + r * few.s_ld, few.s_ld, v_rows, offset, keys, dim, few.o + r * few.o_ld,
-                              few.o_ld, next,
-                              few.lines(stream_width(count) * lanes * static_cast<std::int64_t>(sizeof(T))));
+                              few.o_ld, next);
     });
-    return next;
   }
   static HWY_INLINE void after_values(float* /*row*/, std::int64_t /*dim*/) {}
 };
@@ -346,27 +336,22 @@ struct DotProducts {
     round_row(to, rounded);
     zero_row(cells(to) + rounded, round_up(dim, cell_step) - rounded);
   }
-  static HWY_INLINE Next scores(const Few& few, const void* const* k_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next next) {
+  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
     over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      constexpr int width = count > 2 ? 4 : 8;
-      dot_scores<count, width>(cells(few.q + r * few.q_ld), 2 * few.q_ld, k_rows, offset, keys, dim,
-                               few.s + r * few.s_ld, few.s_ld, next,
-                               few.lines(width * cell_step * static_cast<std::int64_t>(sizeof(bfloat16))));
+      dot_scores<count>(cells(few.q + r * few.q_ld), 2 * few.q_ld, k_rows, offset, keys, dim,
+                        few.s + r * few.s_ld, few.s_ld, next);
     });
-    return next;
   }
   static HWY_INLINE void before_values(const Few& few, std::int64_t keys) {
     for (std::int64_t r = 0; r < few.rows; ++r) round_row(few.s + r * few.s_ld, round_up(keys, lanes));
   }
-  static HWY_INLINE Next values(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next next) {
+  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
     over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
       dot_values<count>(cells(few.s + r * few.s_ld), 2 * few.s_ld, v_rows, offset, keys, dim,
-                        few.o + r * few.o_ld, few.o_ld, next,
-                        few.lines(4 * cell_step * static_cast<std::int64_t>(sizeof(bfloat16))));
+                        few.o + r * few.o_ld, few.o_ld, next);
     });
-    return next;
   }
   static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
 
@@ -377,6 +362,15 @@ struct DotProducts {
 template <class T>
 using Products =
     std::conditional_t<TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>, DotProducts, FloatProducts<T>>;
+
+// The softmax of one head's block, in place, and o scaled by what it makes of the maxima.
+HWY_NOINLINE void stream_softmax(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t h,
+                                 const Few& few, std::int64_t key, Range cols) {
+  const DecodeScratch part = scratch.from(h * few.rows);
+  softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, few.s, few.s_ld, work.rows, 0, key, cols,
+               [](std::int64_t) {});
+  for (std::int64_t r = 0; r < few.rows; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, part.alpha[r]);
+}
 
 // Key heads that lie side by side: block by block, first the scores of all of them, then the values.
 // Meanwhile the block's values and then the next block's keys are called for. Where float8 rows would be
@@ -389,6 +383,8 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   const std::int64_t rows = work.rows.size(), heads = work.kv_heads.size();
   const std::int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
   const bool widened = costly && rows > stream_rows;
+  // Each group of rows passes over a head's keys and values: lines are called for with all of the passes.
+  const std::int64_t groups = widened ? 1 : (rows + stream_rows - 1) / stream_rows;
   const auto few_of = [&](std::int64_t h) {
     const std::int64_t first = h * rows;
     return Few{scratch.few_q + first * scratch.depth_ld,
@@ -407,7 +403,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
               scratch.k_rows[side], scratch.v_rows[side]);
   };
   const auto next_keys = [&](Range block, int side) {
-    return Next(scratch.k_rows[side], block.size(), heads * dim * size);
+    return Next(scratch.k_rows[side], block.size(), heads * dim * size, groups);
   };
   int side = 0;
   Range block = block_at(work.keys.begin / stream_block * stream_block);
@@ -426,28 +422,25 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
     const void* const* k_rows = scratch.k_rows[side];
     const void* const* v_rows = scratch.v_rows[side];
-    Next next(v_rows, block.size(), heads * dim_v * size);
+    Next next(v_rows, block.size(), heads * dim_v * size, groups), none;
     for (std::int64_t h = 0; h < heads; ++h) {
       const Few few = few_of(h);
       if (widened) {
         const void* const* wide = widen_rows<T>(scratch, k_rows, h * problem.k.head, end, dim, next);
-        FloatProducts<float>::scores(few, wide, 0, end, dim, Next());
+        FloatProducts<float>::scores(few, wide, 0, end, dim, none);
       } else {
-        next = Products<T>::scores(few, k_rows, h * problem.k.head, end, dim, next);
+        Products<T>::scores(few, k_rows, h * problem.k.head, end, dim, next);
       }
-      const DecodeScratch part = scratch.from(h * rows);
-      softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, few.s, few.s_ld, work.rows, 0,
-                   block.begin, cols, [](std::int64_t) {});
-      for (std::int64_t r = 0; r < rows; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, part.alpha[r]);
+      stream_softmax(work, scratch, h, few, block.begin, cols);
       Products<T>::before_values(few, end);
     }
     next = next_keys(next_block, 1 - side);
     for (std::int64_t h = 0; h < heads; ++h) {
       if (widened) {
         const void* const* wide = widen_rows<T>(scratch, v_rows, h * problem.v.head, end, dim_v, next);
-        FloatProducts<float>::values(few_of(h), wide, 0, end, dim_v, Next());
+        FloatProducts<float>::values(few_of(h), wide, 0, end, dim_v, none);
       } else {
-        next = Products<T>::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
+        Products<T>::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
       }
     }
     block = next_block;

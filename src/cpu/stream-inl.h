@@ -9,7 +9,7 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 // Rows at once, by keys or by vectors of values: accumulators and operands fit the 16 registers of AVX2, and
 // are chains enough to keep two multiply-adds a cycle going. A sum's order is the same in any of them.
-constexpr int stream_rows = 4, stream_keys = 8;  // at most
+constexpr int stream_rows = 4, stream_keys = 4;
 constexpr int stream_width(int rows) { return HWY_CAP_GE512 || HWY_ARCH_ARM || rows <= 2 ? 4 : 3; }
 
 // A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
@@ -33,58 +33,57 @@ HWY_INLINE Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
                  hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
 }
 
-// s[r][n] = the sum of acc[r][n], four of a row at a time. Where `keys` is 3, a fourth is written and means
-// nothing.
+// s[r][n] = the sum of acc[r][n]. Four of a row are written: where `keys` is 3, the last means nothing.
 template <int rows, int keys>
 HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t s_ld) {
-  constexpr int quads = keys == 3 ? 1 : keys / 4, count = rows * quads;
-  static_assert(keys == 3 || keys % 4 == 0);
-  Vec quad[count];
-  const auto to = [&](int i) { return s + i / quads * s_ld + i % quads * 4; };
-  HWY_UNROLL(4)
-  for (int i = 0; i < count; ++i) {
-    const Vec* x = acc[i / quads] + i % quads * 4;
-    quad[i] = fold_four(x[0], x[1], x[2], keys == 3 ? set(0.0f) : x[keys == 3 ? 2 : 3]);
-  }
+  static_assert(rows <= 4 && (keys == 3 || keys == 4));
+  const auto folded = [&](int r) HWY_ATTR {
+    return fold_four(acc[r][0], acc[r][1], acc[r][2], keys == 3 ? set(0.0f) : acc[r][keys - 1]);
+  };
 #if HWY_CAP_GE512
-  static_assert(count <= 4);
+  // Blocks of two vectors, added two and two.
   const auto fold = [](Vec x, Vec y) HWY_ATTR {
     return Vec{
         _mm512_add_ps(_mm512_shuffle_f32x4(x.raw, y.raw, 0x88), _mm512_shuffle_f32x4(x.raw, y.raw, 0xDD))};
   };
-  const Vec low = fold(quad[0], quad[count > 1 ? 1 : 0]);
-  const Vec high = count > 2 ? fold(quad[count > 2 ? 2 : 0], quad[count - 1]) : low;
+  const Vec first = folded(0);
+  const Vec low = fold(first, rows > 1 ? folded(rows > 1 ? 1 : 0) : first);
+  const Vec high = rows > 2 ? fold(folded(rows > 2 ? 2 : 0), folded(rows - 1)) : low;
   const Vec sums = fold(low, high);
-  _mm_storeu_ps(to(0), _mm512_castps512_ps128(sums.raw));
-  if constexpr (count > 1) _mm_storeu_ps(to(1), _mm512_extractf32x4_ps(sums.raw, 1));
-  if constexpr (count > 2) _mm_storeu_ps(to(2), _mm512_extractf32x4_ps(sums.raw, 2));
-  if constexpr (count > 3) _mm_storeu_ps(to(3), _mm512_extractf32x4_ps(sums.raw, 3));
+  _mm_storeu_ps(s, _mm512_castps512_ps128(sums.raw));
+  if constexpr (rows > 1) _mm_storeu_ps(s + s_ld, _mm512_extractf32x4_ps(sums.raw, 1));
+  if constexpr (rows > 2) _mm_storeu_ps(s + 2 * s_ld, _mm512_extractf32x4_ps(sums.raw, 2));
+  if constexpr (rows > 3) _mm_storeu_ps(s + 3 * s_ld, _mm512_extractf32x4_ps(sums.raw, 3));
 #else
   HWY_UNROLL(4)
-  for (int i = 0; i < count; ++i) {
+  for (int r = 0; r < rows; ++r) {
+    const Vec sums = folded(r);
     if constexpr (lanes == 4) {
-      store(quad[i], to(i));
+      store(sums, s + r * s_ld);
     } else {
       const hn::Half<FloatTag> half;
-      hn::StoreU(hn::Add(hn::LowerHalf(half, quad[i]), hn::UpperHalf(half, quad[i])), half, to(i));
+      hn::StoreU(hn::Add(hn::LowerHalf(half, sums), hn::UpperHalf(half, sums)), half, s + r * s_ld);
     }
   }
 #endif
 }
 
 // Rows that will be wanted next, called for line by line between the products: all at once they would hold up
-// everything else.
+// everything else, and some CPUs drop what is too much (NOTES.md).
 struct Next {
   const void* const* rows = nullptr;
   std::int64_t count = 0, bytes = 0;
   const char* line = nullptr;
   const char* end = nullptr;
+  int pace = 1, wait = 1;  // one call of `pace` fetches, the others wait
 
   Next() = default;
-  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes)
-      : rows(list), count(row_count), bytes(row_bytes) {}
+  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes, std::int64_t every)
+      : rows(list), count(row_count), bytes(row_bytes), pace(static_cast<int>(every)) {}
 
   HWY_INLINE void fetch(int lines) {
+    if (--wait > 0) return;
+    wait = pace;
     for (int i = 0; i < lines; ++i) {
       if (line >= end) {
         if (count == 0) return;
@@ -101,16 +100,20 @@ struct Next {
   }
 };
 
+// Lines of so many vectors: what a step of the loops below works through.
+template <class T, int vectors>
+constexpr int lines_of_step = (vectors * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) + 63) / 64;
+
 // s[r][j] = q_r · k_j of `rows` rows and key_count keys, `keys` at a time. The head's elements lie `offset`
 // behind the row's pointer. With each step some lines of `next` are called for.
 template <int rows, int keys, class T>
 HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
                                 std::int64_t offset, std::int64_t key_count, std::int64_t dim,
-                                float* HWY_RESTRICT s, std::int64_t s_ld, Next& next, int lines) {
+                                float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
   constexpr bool step_fetches = keys == 4;  // otherwise all registers are taken
   const std::int64_t whole = dim / lanes * lanes;
   for (std::int64_t j = 0; j < key_count; j += keys) {
-    if constexpr (!step_fetches) next.fetch(lines * static_cast<int>((dim + lanes - 1) / lanes));
+    if constexpr (!step_fetches) next.fetch(static_cast<int>(keys * dim * sizeof(T) / 64) + 1);
     const T* k[keys];
     for (int n = 0; n < keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
     Vec acc[rows][keys];
@@ -120,7 +123,7 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
       for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
     }
     const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
-      if constexpr (step_fetches) next.fetch(lines);
+      if constexpr (step_fetches) next.fetch(lines_of_step<T, keys>);
       Vec kc[keys];
       HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) kc[n] = load_k(k[n] + c);
@@ -143,8 +146,8 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
 template <int rows, int vectors, bool whole, class T>
 HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
                                  std::int64_t offset, std::int64_t key_count, std::int64_t c,
-                                 std::int64_t left, float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next,
-                                 int lines) {
+                                 std::int64_t left, float* HWY_RESTRICT acc_o, std::int64_t o_ld,
+                                 Next& next) {
   Vec acc[rows][vectors];
   HWY_UNROLL(4)
   for (int r = 0; r < rows; ++r) {
@@ -152,7 +155,7 @@ HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld,
     for (int n = 0; n < vectors; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
   }
   for (std::int64_t j = 0; j < key_count; ++j) {
-    next.fetch(lines);
+    next.fetch(lines_of_step<T, vectors>);
     const T* row = static_cast<const T*>(v_rows[j]) + offset + c;
     Vec v[vectors];
     HWY_UNROLL(4)
@@ -175,12 +178,12 @@ HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld,
 template <int rows, class T>
 HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows,
                               std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
-                              std::int64_t o_ld, Next& next, int lines) {
+                              std::int64_t o_ld, Next& next) {
   constexpr int most = stream_width(rows);
   std::int64_t c = 0;
   const auto columns = [&](auto vectors, auto whole) HWY_ATTR {
-    stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next,
-                                            lines);
+    stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld,
+                                            next);
   };
   // Two and two rather than three and one: one vector is too few chains.
   for (; c + most * lanes <= dim && (most == 4 || (dim - c) / lanes != 4); c += most * lanes)
@@ -220,28 +223,31 @@ HWY_INLINE Cells load_cells(const bfloat16* p, std::int64_t n) {
 }
 
 // stream_scores of bfloat16 on both sides. q's rows are padded with zeros to whole vectors.
-template <int rows, int keys>
+template <int rows>
 HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
                              std::int64_t offset, std::int64_t key_count, std::int64_t dim,
-                             float* HWY_RESTRICT s, std::int64_t s_ld, Next& next, int lines) {
+                             float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
+  constexpr int keys = stream_keys;
   for (std::int64_t j = 0; j < key_count; j += keys) {
     const bfloat16* k[keys];
     for (int n = 0; n < keys; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]) + offset;
     Vec acc[rows][keys];
     HWY_UNROLL(4)
     for (int r = 0; r < rows; ++r) {
-      HWY_UNROLL(8)
+      HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
     }
     const auto step = [&](std::int64_t c, std::int64_t left) HWY_ATTR {
-      next.fetch(lines);
       Cells kc[keys];
-      HWY_UNROLL(8)
-      for (int n = 0; n < keys; ++n) kc[n] = load_cells(k[n] + c, left);
+      HWY_UNROLL(4)
+      for (int n = 0; n < keys; ++n) {
+        next.fetch(1);
+        kc[n] = load_cells(k[n] + c, left);
+      }
       HWY_UNROLL(4)
       for (int r = 0; r < rows; ++r) {
         const Cells qc = load_cells(q + r * q_ld + c, cell_step);
-        HWY_UNROLL(8)
+        HWY_UNROLL(4)
         for (int n = 0; n < keys; ++n) acc[r][n] = add_dots(acc[r][n], qc, kc[n]);
       }
     };
@@ -273,7 +279,7 @@ HWY_INLINE void round_row(float* row, std::int64_t n) {
 template <int rows, int steps>
 HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
                               std::int64_t offset, std::int64_t key_count, std::int64_t c, std::int64_t left,
-                              float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next, int lines) {
+                              float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
   const hn::Repartition<std::uint16_t, UintTag> halves;
   Vec acc[rows][2 * steps];
   HWY_UNROLL(4)
@@ -282,10 +288,10 @@ HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld,
     for (int n = 0; n < 2 * steps; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
   }
   const auto add = [&](std::int64_t j, const auto& load_second) HWY_ATTR {
-    next.fetch(lines);
     Cells v[2 * steps];
     HWY_UNROLL(4)
     for (int n = 0; n < steps; ++n) {
+      next.fetch(2);
       const bfloat16* first = static_cast<const bfloat16*>(v_rows[j]) + offset + c + n * cell_step;
       const auto x = hn::BitCast(halves, load_cells(first, steps > 1 ? cell_step : left));
       const auto y = hn::BitCast(halves, load_second(n));
@@ -317,12 +323,12 @@ HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld,
 template <int rows>
 HWY_INLINE void dot_values(const bfloat16* p, std::int64_t p_ld, const void* const* v_rows,
                            std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
-                           std::int64_t o_ld, Next& next, int lines) {
+                           std::int64_t o_ld, Next& next) {
   std::int64_t c = 0;
   for (; c + 2 * cell_step <= dim; c += 2 * cell_step)
-    dot_columns<rows, 2>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next, lines);
+    dot_columns<rows, 2>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
   for (; c < dim; c += cell_step)
-    dot_columns<rows, 1>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next, lines);
+    dot_columns<rows, 1>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
 }
 
 // Columns as dot_columns leaves them, put in order.
