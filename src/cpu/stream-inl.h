@@ -7,6 +7,10 @@
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
+// Of a lambda that is called more than once: left to itself, clang makes it a function and keeps the
+// accumulators in memory.
+#define TESSERA_INLINE_LAMBDA __attribute__((always_inline)) HWY_ATTR
+
 // Rows at once, by keys or by vectors of values: accumulators and operands fit the 16 registers of AVX2, and
 // are chains enough to keep two multiply-adds a cycle going. A sum's order is the same in any of them.
 constexpr int stream_rows = 4, stream_keys = 4;
@@ -122,7 +126,7 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
       HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
     }
-    const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
+    const auto step = [&](std::int64_t c, const auto& load_k) TESSERA_INLINE_LAMBDA {
       if constexpr (step_fetches) next.fetch(lines_of_step<T, keys>);
       Vec kc[keys];
       HWY_UNROLL(4)
@@ -237,7 +241,7 @@ HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, 
       HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
     }
-    const auto step = [&](std::int64_t c, std::int64_t left) HWY_ATTR {
+    const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
       Cells kc[keys];
       HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) {
@@ -287,7 +291,7 @@ HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld,
     HWY_UNROLL(4)
     for (int n = 0; n < 2 * steps; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
   }
-  const auto add = [&](std::int64_t j, const auto& load_second) HWY_ATTR {
+  const auto add = [&](std::int64_t j, const auto& load_second) TESSERA_INLINE_LAMBDA {
     Cells v[2 * steps];
     HWY_UNROLL(4)
     for (int n = 0; n < steps; ++n) {
