@@ -34,6 +34,8 @@ struct DecodeCut {
   std::int64_t row_blocks;
   Splits splits;
   std::int64_t most_splits;  // of such a sequence, whatever its keys: what the workspace has room for
+
+  [[nodiscard]] std::int64_t tasks() const { return splits.count * row_blocks; }  // of a key head
 };
 
 HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
@@ -42,17 +44,6 @@ HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
   const std::int64_t most = std::min(
       {forward_tiles.task_bytes / row_bytes, max_decode_rows, problem.max_seqlen_q * problem.group_size});
   return round_up(std::max(most, stream_task_rows), forward_tiles.tile_m);
-}
-
-// Key heads of a task. They change the order of the work, and no result.
-HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, std::int64_t tasks_of_head, int threads) {
-  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
-  const std::int64_t rows = std::max<std::int64_t>(problem.max_seqlen_q * problem.group_size, 1);
-  if (!adjacent || rows > few_rows) return 1;
-  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / rows);
-  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
-    heads = (heads + 1) / 2;
-  return heads;
 }
 
 HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence, std::int64_t task_rows) {
@@ -66,9 +57,22 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
   return cut;
 }
 
+// Key heads of a task of this sequence. They change the order of the work, and no result. tasks_of_head is
+// how many tasks the call would have with one key head.
+HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, const DecodeCut& cut,
+                                          std::int64_t tasks_of_head, int threads) {
+  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
+  if (!adjacent || cut.rows > few_rows) return 1;
+  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / std::max<std::int64_t>(cut.rows, 1));
+  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
+    heads = (heads + 1) / 2;
+  return heads;
+}
+
 // One thread's arrays.
 struct DecodeScratch : ForwardScratch {
-  float *few_q, *few_s;  // of rows that stream
+  float *few_q, *few_s, *few_o;  // of rows that stream
+  std::int64_t few_cols;         // of few_o
   const void **k_rows[2], **v_rows[2];
   float* wide;  // a block's rows of one head, and where they lie
   const void** wide_rows;
@@ -78,20 +82,23 @@ struct DecodeScratch : ForwardScratch {
       : ForwardScratch(carve, problem, task_rows) {
     few_q = carve.take<float>(stream_task_rows * depth_ld);
     few_s = carve.take<float>(stream_task_rows * few_ld);
+    few_cols = round_up(problem.head_dim_v, cell_step);
+    few_o = carve.take<float>(stream_task_rows * few_cols);
     for (int i = 0; i < 2; ++i) {
-      k_rows[i] = carve.take<const void*>(stream_block + 4);
-      v_rows[i] = carve.take<const void*>(stream_block + 4);
+      k_rows[i] = carve.take<const void*>(stream_block + stream_keys);
+      v_rows[i] = carve.take<const void*>(stream_block + stream_keys);
     }
     wide_ld = round_up(std::max(problem.head_dim, problem.head_dim_v), lanes) + line<float>;
     wide = carve.take<float>(problem.k.dtype == DType::float8_e4m3fn ? stream_block * wide_ld : 0);
-    wide_rows = carve.take<const void*>(stream_block + 4);
+    wide_rows = carve.take<const void*>(stream_block + stream_keys);
   }
   // Of the rows from `first` on, as they stream.
   [[nodiscard]] DecodeScratch from(std::int64_t first) const {
     DecodeScratch part = *this;
     part.few_q += first * depth_ld;
     part.few_s += first * few_ld;
-    part.acc_o += first * value_cols;
+    part.value_cols = few_cols;
+    part.acc_o = few_o + first * few_cols;
     part.row_max += first;
     part.row_sum += first * lanes;
     part.alpha += first;
@@ -226,8 +233,8 @@ HWY_INLINE void over_runs(const Problem& problem, std::int64_t b, std::int64_t s
   }
 }
 
-// Where the keys and values of a block lie. Behind them stand three pointers more, of the last key: scores
-// are made in groups, and what is made of those is hidden.
+// Where the keys and values of a block lie. Behind them stand pointers more, of the last key: scores are made
+// in groups, and what is made of those is hidden.
 HWY_INLINE void find_rows(const Problem& problem, std::int64_t b, std::int64_t s, std::int64_t keys,
                           std::int64_t h, const void** k_rows, const void** v_rows) {
   over_runs(problem, b, s, keys, [&](Problem::Slot slot, std::int64_t at, std::int64_t count) {
@@ -271,30 +278,123 @@ struct DecodeWork {
   }
 };
 
-// Rows begin .. end - 1 of one head to floats, and pointers for whole groups of keys. For each row as many
+// The first `keys` rows of one head to floats, and pointers for whole groups of keys. For each row as many
 // lines of `next` are called for.
 template <class T>
 HWY_NOINLINE const void* const* widen_rows(const DecodeScratch& scratch, const void* const* rows,
-                                           std::int64_t offset, std::int64_t begin, std::int64_t end,
-                                           std::int64_t dim, Next& next) {
+                                           std::int64_t offset, std::int64_t keys, std::int64_t dim,
+                                           Next& next) {
   const int lines = static_cast<int>((dim * static_cast<std::int64_t>(sizeof(T)) + 63) / 64);
-  for (std::int64_t j = begin; j < end; ++j) {
+  for (std::int64_t j = 0; j < keys; ++j) {
     float* to = scratch.wide + j * scratch.wide_ld;
     next.fetch(lines);
     row_to_float(static_cast<const T*>(rows[j]) + offset, dim, to, dim);
     scratch.wide_rows[j] = to;
   }
-  for (std::int64_t j = end; begin < end && j < end + stream_keys - 1; ++j)
-    scratch.wide_rows[j] = scratch.wide_rows[end - 1];
+  for (std::int64_t j = keys; keys > 0 && j < keys + stream_keys - 1; ++j)
+    scratch.wide_rows[j] = scratch.wide_rows[keys - 1];
   return scratch.wide_rows;
+}
+
+// The rows of one key head that stream, with q and p as floats.
+struct Few {
+  float *q, *s, *o;
+  std::int64_t q_ld, s_ld, o_ld, rows;
+};
+
+// Those rows against rows of the cache as T: s = q kᵀ of the first `keys` keys, and o += p v. Of several
+// groups of rows the first calls for lines, so that all heads together take them at an even pace.
+template <class T>
+struct FloatProducts {
+  static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {
+    cpu::TESSERA_CPU_KERNEL::load_query(task, row, to, ld);
+  }
+  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
+    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
+      constexpr int width = stream_width(count);
+      stream_scores<count, width, T>(few.q + r * few.q_ld, few.q_ld, k_rows, offset, keys, dim,
+                                     few.s + r * few.s_ld, few.s_ld, next);
+    });
+  }
+  static HWY_INLINE void before_values(const Few& /*few*/, std::int64_t /*keys*/) {}
+  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
+    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
+      stream_values<count, T>(few.s + r * few.s_ld, few.s_ld, v_rows, offset, keys, dim, few.o + r * few.o_ld,
+                              few.o_ld, next);
+    });
+  }
+  static HWY_INLINE void after_values(float* /*row*/, std::int64_t /*dim*/) {}
+};
+
+// The same with dot products: q and p become bfloat16, in the place of the floats.
+struct DotProducts {
+  static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t /*ld*/) {
+    const std::int64_t dim = task.problem.head_dim, rounded = round_up(dim, lanes);
+    cpu::TESSERA_CPU_KERNEL::load_query(task, row, to, rounded);
+    round_row(to, rounded);
+    zero_row(cells(to) + rounded, round_up(dim, cell_step) - rounded);
+  }
+  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
+    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
+      dot_scores<count>(cells(few.q + r * few.q_ld), 2 * few.q_ld, k_rows, offset, keys, dim,
+                        few.s + r * few.s_ld, few.s_ld, next);
+    });
+  }
+  static HWY_INLINE void before_values(const Few& few, std::int64_t keys) {
+    for (std::int64_t r = 0; r < few.rows; ++r) round_row(few.s + r * few.s_ld, round_up(keys, lanes));
+  }
+  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
+                                std::int64_t keys, std::int64_t dim, Next& next) {
+    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
+      dot_values<count>(cells(few.s + r * few.s_ld), 2 * few.s_ld, v_rows, offset, keys, dim,
+                        few.o + r * few.o_ld, few.o_ld, next);
+    });
+  }
+  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
+
+ private:
+  static HWY_INLINE bfloat16* cells(float* row) { return reinterpret_cast<bfloat16*>(row); }
+};
+
+template <class T>
+using Products =
+    std::conditional_t<TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>, DotProducts, FloatProducts<T>>;
+
+// The softmax of one head's block, in place, and o scaled by what it makes of the maxima.
+HWY_NOINLINE void stream_softmax(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t h,
+                                 const Few& few, std::int64_t key, Range cols) {
+  const DecodeScratch part = scratch.from(h * few.rows);
+  softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, few.s, few.s_ld, work.rows, 0, key, cols,
+               [](std::int64_t) {});
+  for (std::int64_t r = 0; r < few.rows; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, part.alpha[r]);
 }
 
 // Key heads that lie side by side: block by block, first the scores of all of them, then the values.
 // Meanwhile the block's values and then the next block's keys are called for. Where float8 rows would be
 // converted more than once, which costs, they are converted before.
-HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
+template <class T>
+HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& scratch) {
+  constexpr bool costly = std::is_same_v<T, float8_e4m3fn>;
+  constexpr std::int64_t size = sizeof(T);
   const Problem& problem = work.problem;
-  const std::int64_t size = size_of(problem.k.dtype), rows = work.rows.size(), heads = work.kv_heads.size();
+  const std::int64_t rows = work.rows.size(), heads = work.kv_heads.size();
+  const std::int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
+  const bool widened = costly && rows > stream_rows;
+  // Each group of rows passes over a head's keys and values: lines are called for with all of the passes.
+  const std::int64_t groups = widened ? 1 : (rows + stream_rows - 1) / stream_rows;
+  const auto few_of = [&](std::int64_t h) {
+    const std::int64_t first = h * rows;
+    return Few{scratch.few_q + first * scratch.depth_ld,
+               scratch.few_s + first * DecodeScratch::few_ld,
+               scratch.few_o + first * scratch.few_cols,
+               scratch.depth_ld,
+               DecodeScratch::few_ld,
+               scratch.few_cols,
+               rows};
+  };
   const auto block_at = [&](std::int64_t key) {
     return Range{key, std::min<long long>(key + stream_block, work.keys.end)};
   };
@@ -303,7 +403,7 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
               scratch.k_rows[side], scratch.v_rows[side]);
   };
   const auto next_keys = [&](Range block, int side) {
-    return Next(scratch.k_rows[side], block.size(), heads * problem.head_dim * size);
+    return Next(scratch.k_rows[side], block.size(), heads * dim * size, groups);
   };
   int side = 0;
   Range block = block_at(work.keys.begin / stream_block * stream_block);
@@ -312,68 +412,46 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
   for (std::int64_t h = 0; h < heads; ++h) {
     const TaskRows task = work.task(work.kv_heads.begin + h);
     for (std::int64_t r = 0; r < rows; ++r)
-      load_query(task, r, scratch.few_q + (h * rows + r) * scratch.depth_ld, scratch.depth_ld);
+      Products<T>::load_query(task, r, few_of(h).q + r * scratch.depth_ld, scratch.depth_ld);
   }
   const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
   for (; !block.empty(); side = 1 - side) {
-    const Range next = block_at(block.begin + stream_block);
-    find(next, 1 - side);
+    const Range next_block = block_at(block.begin + stream_block);
+    find(next_block, 1 - side);
     const Range cols = columns_of(seen, block);
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
-    with_any_type(problem.k.dtype, [&](auto* type) HWY_ATTR {
-      using T = std::remove_pointer_t<decltype(type)>;
-      constexpr bool costly = std::is_same_v<T, float8_e4m3fn>;
-      using Wide = std::conditional_t<costly, float, T>;
-      const bool widened = costly && rows > stream_rows;
-      Next values(scratch.v_rows[side], block.size(), heads * problem.head_dim_v * size);
-      for (std::int64_t h = 0; h < heads; ++h) {
-        const DecodeScratch part = scratch.from(h * rows);
-        const auto scores = [&](const auto* as, const void* const* k_rows, std::int64_t offset,
-                                Next next_rows) HWY_ATTR {
-          using K = std::remove_cvref_t<decltype(*as)>;
-          over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
-            stream_scores<count, K>(part.few_q + r * part.depth_ld, part.depth_ld, k_rows, offset, cols.begin,
-                                    end, problem.head_dim, part.few_s + r * part.tile_ld, part.tile_ld,
-                                    next_rows);
-          });
-          return next_rows;
-        };
-        if (widened) {
-          scores(static_cast<const Wide*>(nullptr),
-                 widen_rows<T>(part, part.k_rows[side], h * problem.k.head, cols.begin, end, problem.head_dim,
-                               values),
-                 0, Next());
-        } else {
-          values = scores(type, part.k_rows[side], h * problem.k.head, values);
-        }
-        softmax_tile(work.task(work.kv_heads.begin + h), part, part.few_s, part.few_s, part.tile_ld,
-                     work.rows, 0, block.begin, cols, [](std::int64_t) {});
+    const void* const* k_rows = scratch.k_rows[side];
+    const void* const* v_rows = scratch.v_rows[side];
+    Next next(v_rows, block.size(), heads * dim_v * size, groups), none;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const Few few = few_of(h);
+      if (widened) {
+        const void* const* wide = widen_rows<T>(scratch, k_rows, h * problem.k.head, end, dim, next);
+        FloatProducts<float>::scores(few, wide, 0, end, dim, none);
+      } else {
+        Products<T>::scores(few, k_rows, h * problem.k.head, end, dim, next);
       }
-      Next keys = next_keys(next, 1 - side);
-      for (std::int64_t h = 0; h < heads; ++h) {
-        const DecodeScratch part = scratch.from(h * rows);
-        const auto add = [&](const auto* as, const void* const* v_rows, std::int64_t offset,
-                             Next next_rows) HWY_ATTR {
-          using V = std::remove_cvref_t<decltype(*as)>;
-          over_few_rows(rows, [&](std::int64_t r, auto count) HWY_ATTR {
-            stream_values<count, V>(part.few_s + r * part.tile_ld, part.tile_ld, v_rows, offset, cols.begin,
-                                    end, problem.head_dim_v, part.alpha + r, part.acc_o + r * part.value_cols,
-                                    part.value_cols, next_rows);
-          });
-          return next_rows;
-        };
-        if (widened) {
-          add(static_cast<const Wide*>(nullptr),
-              widen_rows<T>(part, part.v_rows[side], h * problem.v.head, cols.begin, end, problem.head_dim_v,
-                            keys),
-              0, Next());
-        } else {
-          keys = add(type, part.v_rows[side], h * problem.v.head, keys);
-        }
+      stream_softmax(work, scratch, h, few, block.begin, cols);
+      Products<T>::before_values(few, end);
+    }
+    next = next_keys(next_block, 1 - side);
+    for (std::int64_t h = 0; h < heads; ++h) {
+      if (widened) {
+        const void* const* wide = widen_rows<T>(scratch, v_rows, h * problem.v.head, end, dim_v, next);
+        FloatProducts<float>::values(few_of(h), wide, 0, end, dim_v, none);
+      } else {
+        Products<T>::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
       }
-    });
-    block = next;
+    }
+    block = next_block;
   }
+  for (std::int64_t r = 0; r < heads * rows; ++r)
+    Products<T>::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
+}
+HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
+  with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
+    stream_task_as<std::remove_pointer_t<decltype(type)>>(work, scratch);
+  });
 }
 
 // Rows of the cache in the matmul's form, as rows_to_transpose and rows_for_b make them (`direct`) where they
@@ -439,19 +517,20 @@ HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scrat
 
 HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout,
                               const DecodeScratch& scratch, const BlockTasks::Task& index,
-                              std::int64_t task_heads) {
-  const std::int64_t b = index.b, group = problem.group_size;
-  const BasicRange<std::int64_t> kv_heads{index.h * task_heads,
-                                          std::min((index.h + 1) * task_heads, problem.num_heads_k)};
+                              std::int64_t tasks_of_head, int threads) {
+  const std::int64_t b = index.b;
   const Sequence sequence = sequence_or_rest(problem, b);
   if (b == problem.batch) {  // rows that belong to no sequence
-    for (std::int64_t h = kv_heads.begin * group; h < kv_heads.end * group; ++h)
+    for (std::int64_t h = 0; h < problem.num_heads_q; ++h)
       clear_rows(problem, sequence, b, h, {0, sequence.allocated_q});
     return;
   }
   const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
-  const std::int64_t split = index.block / cut.row_blocks;
-  const std::int64_t first = index.block % cut.row_blocks * layout.task_rows;
+  const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
+  const std::int64_t first_head = index.block / cut.tasks() * heads, of_head = index.block % cut.tasks();
+  const BasicRange<std::int64_t> kv_heads{first_head, std::min(first_head + heads, problem.num_heads_k)};
+  const std::int64_t split = of_head / cut.row_blocks;
+  const std::int64_t first = of_head % cut.row_blocks * layout.task_rows;
   DecodeWork work{problem, layout, sequence, cut, b, split, kv_heads, {}, {}};
   work.rows = {first, std::min(first + layout.task_rows, cut.rows)};
   const Range seen = work.task(kv_heads.begin).keys_of_any(work.rows);
@@ -520,21 +599,25 @@ HWY_NOINLINE void decode(const Problem& problem, int threads, void* workspace) {
       append_task(problem, index / problem.num_heads_k, index % problem.num_heads_k);
     });
   }
-  // Splits times row blocks; the rows that belong to no sequence are one block.
   bool merge = false;
   std::int64_t tasks_of_head = 0;
-  const auto blocks_of = [&](const Sequence& sequence) {
-    const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
+  for (std::int64_t b = 0; b < problem.batch; ++b) {
+    const DecodeCut cut = decode_cut(problem, problem.sequence(b), layout.task_rows);
     merge = merge || cut.splits.count > 1;
-    tasks_of_head += cut.splits.count * cut.row_blocks;
-    return cut.splits.count * cut.row_blocks;
+    tasks_of_head += cut.tasks();
+  }
+  // Of a sequence, key heads times splits times row blocks; the rows that belong to none are one task.
+  std::int64_t b = 0;
+  const auto tasks_of = [&](const Sequence& sequence) -> std::int64_t {
+    if (b++ == problem.batch) return 1;
+    const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
+    const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
+    return (problem.num_heads_k + heads - 1) / heads * cut.tasks();
   };
-  BlockTasks tasks(problem, 1, 1, layout.first_task, blocks_of);
-  const std::int64_t heads = decode_task_heads(problem, tasks_of_head, threads);
-  tasks.heads = round_up(problem.num_heads_k, heads) / heads;
+  const BlockTasks tasks(problem, 1, 1, layout.first_task, tasks_of);
   parallel_for(tasks.count(), threads, [&](std::int64_t index, int slot) {
     [[maybe_unused]] const Session session;
-    decode_task(problem, layout, scratch_of(slot), tasks.task(index), heads);
+    decode_task(problem, layout, scratch_of(slot), tasks.task(index), tasks_of_head, threads);
   });
   if (!merge) return;
   parallel_for(pairs, threads, [&](std::int64_t index, int slot) {

@@ -34,7 +34,7 @@ std::uint64_t saved_state() {
 }
 
 struct Features {
-  bool ssse3, avx2, avx512, amx;
+  bool ssse3, avx2, avx512, avx512_bf16, amx;
 
   Features() {
     constexpr std::uint64_t avx_state = 0x6, avx512_state = 0xE6, amx_state = 0x60000;
@@ -49,9 +49,9 @@ struct Features {
     const bool f = has(extended.ebx, 16), dq = has(extended.ebx, 17), cd = has(extended.ebx, 28),
                bw = has(extended.ebx, 30), vl = has(extended.ebx, 31);
     avx512 = avx2 && f && dq && cd && bw && vl && (state & avx512_state) == avx512_state;
-    const bool amx_tile = has(extended.edx, 24), amx_bf16 = has(extended.edx, 22),
-               avx512_bf16 = has(more.eax, 5);
-    amx = avx512 && amx_tile && amx_bf16 && avx512_bf16 && (state & amx_state) == amx_state;
+    avx512_bf16 = avx512 && has(more.eax, 5);
+    const bool amx_tile = has(extended.edx, 24), amx_bf16 = has(extended.edx, 22);
+    amx = avx512_bf16 && amx_tile && amx_bf16 && (state & amx_state) == amx_state;
   }
 };
 
@@ -76,6 +76,9 @@ bool tiles_permitted() {
 std::string missing_for_amx() {
   if (!features().amx) return "this CPU has no AMX with bfloat16";
   return tiles_permitted() ? "" : "the operating system does not permit AMX tiles";
+}
+std::string missing_for_avx512_bf16() {
+  return features().avx512_bf16 ? "" : "this CPU has no AVX-512 with bfloat16";
 }
 std::string missing_for_avx512() {
   return features().avx512 ? "" : "this CPU has no AVX-512 (F, DQ, CD, BW, VL)";

@@ -6,6 +6,7 @@
 namespace tessera::cpu {
 
 [[nodiscard]] std::string missing_for_amx();
+[[nodiscard]] std::string missing_for_avx512_bf16();
 [[nodiscard]] std::string missing_for_avx512();
 [[nodiscard]] std::string missing_for_avx2();
 [[nodiscard]] std::string missing_for_baseline();

@@ -10,3 +10,10 @@
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
+
+// Whether this object has dot products of bfloat16 (vdpbf16ps): all CPUs with AMX do.
+#if defined(TESSERA_CPU_AMX) || defined(TESSERA_CPU_BF16)
+#define TESSERA_CPU_DOTS 1
+#else
+#define TESSERA_CPU_DOTS 0
+#endif

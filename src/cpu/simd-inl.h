@@ -239,6 +239,12 @@ HWY_INLINE void row_from_float(const float* HWY_RESTRICT from, float scale, std:
   for (; i < n; ++i) to[i] = from_float<T>(from[i] * scale);
 }
 
+// n a multiple of lanes.
+HWY_INLINE void scale_row(float* row, std::int64_t n, float scale) {
+  if (scale == 1.0f) return;
+  for (std::int64_t i = 0; i < n; i += lanes) store(hn::Mul(load(row + i), set(scale)), row + i);
+}
+
 template <class T>
 HWY_INLINE void zero_row(T* to, std::int64_t n) {
   std::memset(to, 0, static_cast<std::size_t>(n) * sizeof(T));

@@ -7,6 +7,10 @@
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
+// Of a lambda that is called more than once: left to itself, clang makes it a function and keeps the
+// accumulators in memory.
+#define TESSERA_INLINE_LAMBDA __attribute__((always_inline)) HWY_ATTR
+
 // Rows at once, by keys or by vectors of values: accumulators and operands fit the 16 registers of AVX2, and
 // are chains enough to keep two multiply-adds a cycle going. A sum's order is the same in any of them.
 constexpr int stream_rows = 4, stream_keys = 4;
@@ -21,45 +25,69 @@ HWY_INLINE Vec load_up_to(const T* p, std::int64_t n) {
   return load_as_float(copy);
 }
 
-// The sums of four vectors, side by side.
-HWY_INLINE void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+// Of four vectors, in each block of four lanes a part of each one's sum.
+HWY_INLINE Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
   const FloatTag f;
   const hn::RepartitionToWide<FloatTag> wide;
   const auto fold = [&](Vec x, Vec y) HWY_ATTR {
     return hn::BitCast(wide, hn::Add(hn::InterleaveLower(f, x, y), hn::InterleaveUpper(f, x, y)));
   };
   const auto ab = fold(a, b), cd = fold(c, d);
-  // In each block of four lanes: a, b, c, d.
-  const Vec blocks = hn::Add(hn::BitCast(f, hn::InterleaveLower(wide, ab, cd)),
-                             hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
-  if constexpr (lanes == 4) {
-    store(blocks, to);
-  } else if constexpr (lanes == 8) {
-    const hn::Half<FloatTag> half;
-    hn::StoreU(hn::Add(hn::LowerHalf(half, blocks), hn::UpperHalf(half, blocks)), half, to);
-  } else {
-    alignas(64) float parts[lanes];
-    const hn::CappedTag<float, 4> four;
-    store(blocks, parts);
-    auto sum = hn::Load(four, parts);
-    for (std::int64_t i = 4; i < lanes; i += 4) sum = hn::Add(sum, hn::Load(four, parts + i));
-    hn::StoreU(sum, four, to);
+  return hn::Add(hn::BitCast(f, hn::InterleaveLower(wide, ab, cd)),
+                 hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
+}
+
+// s[r][n] = the sum of acc[r][n]. Four of a row are written: where `keys` is 3, the last means nothing.
+template <int rows, int keys>
+HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t s_ld) {
+  static_assert(rows <= 4 && (keys == 3 || keys == 4));
+  const auto folded = [&](int r) HWY_ATTR {
+    return fold_four(acc[r][0], acc[r][1], acc[r][2], keys == 3 ? set(0.0f) : acc[r][keys - 1]);
+  };
+#if HWY_CAP_GE512
+  // Blocks of two vectors, added two and two.
+  const auto fold = [](Vec x, Vec y) HWY_ATTR {
+    return Vec{
+        _mm512_add_ps(_mm512_shuffle_f32x4(x.raw, y.raw, 0x88), _mm512_shuffle_f32x4(x.raw, y.raw, 0xDD))};
+  };
+  const Vec first = folded(0);
+  const Vec low = fold(first, rows > 1 ? folded(rows > 1 ? 1 : 0) : first);
+  const Vec high = rows > 2 ? fold(folded(rows > 2 ? 2 : 0), folded(rows - 1)) : low;
+  const Vec sums = fold(low, high);
+  _mm_storeu_ps(s, _mm512_castps512_ps128(sums.raw));
+  if constexpr (rows > 1) _mm_storeu_ps(s + s_ld, _mm512_extractf32x4_ps(sums.raw, 1));
+  if constexpr (rows > 2) _mm_storeu_ps(s + 2 * s_ld, _mm512_extractf32x4_ps(sums.raw, 2));
+  if constexpr (rows > 3) _mm_storeu_ps(s + 3 * s_ld, _mm512_extractf32x4_ps(sums.raw, 3));
+#else
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    const Vec sums = folded(r);
+    if constexpr (lanes == 4) {
+      store(sums, s + r * s_ld);
+    } else {
+      const hn::Half<FloatTag> half;
+      hn::StoreU(hn::Add(hn::LowerHalf(half, sums), hn::UpperHalf(half, sums)), half, s + r * s_ld);
+    }
   }
+#endif
 }
 
 // Rows that will be wanted next, called for line by line between the products: all at once they would hold up
-// everything else.
+// everything else, and some CPUs drop what is too much (NOTES.md).
 struct Next {
   const void* const* rows = nullptr;
   std::int64_t count = 0, bytes = 0;
   const char* line = nullptr;
   const char* end = nullptr;
+  int pace = 1, wait = 1;  // one call of `pace` fetches, the others wait
 
   Next() = default;
-  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes)
-      : rows(list), count(row_count), bytes(row_bytes) {}
+  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes, std::int64_t every)
+      : rows(list), count(row_count), bytes(row_bytes), pace(static_cast<int>(every)) {}
 
   HWY_INLINE void fetch(int lines) {
+    if (--wait > 0) return;
+    wait = pace;
     for (int i = 0; i < lines; ++i) {
       if (line >= end) {
         if (count == 0) return;
@@ -80,16 +108,15 @@ struct Next {
 template <class T, int vectors>
 constexpr int lines_of_step = (vectors * static_cast<int>(lanes) * static_cast<int>(sizeof(T)) + 63) / 64;
 
-// s[r][j] = q_r · k_j of `rows` rows and keys begin .. end - 1, in whole groups. The head's elements lie
-// `offset` behind the row's pointer.
-template <int rows, class T>
+// s[r][j] = q_r · k_j of `rows` rows and key_count keys, `keys` at a time. The head's elements lie `offset`
+// behind the row's pointer. With each step some lines of `next` are called for.
+template <int rows, int keys, class T>
 HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
-                                std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
+                                std::int64_t offset, std::int64_t key_count, std::int64_t dim,
                                 float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
-  constexpr int keys = stream_width(rows);
   constexpr bool step_fetches = keys == 4;  // otherwise all registers are taken
   const std::int64_t whole = dim / lanes * lanes;
-  for (std::int64_t j = begin; j < end; j += keys) {
+  for (std::int64_t j = 0; j < key_count; j += keys) {
     if constexpr (!step_fetches) next.fetch(static_cast<int>(keys * dim * sizeof(T) / 64) + 1);
     const T* k[keys];
     for (int n = 0; n < keys; ++n) k[n] = static_cast<const T*>(k_rows[j + n]) + offset;
@@ -99,7 +126,7 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
       HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
     }
-    const auto step = [&](std::int64_t c, const auto& load_k) HWY_ATTR {
+    const auto step = [&](std::int64_t c, const auto& load_k) TESSERA_INLINE_LAMBDA {
       if constexpr (step_fetches) next.fetch(lines_of_step<T, keys>);
       Vec kc[keys];
       HWY_UNROLL(4)
@@ -114,27 +141,24 @@ HWY_NOINLINE void stream_scores(const float* HWY_RESTRICT q, std::int64_t q_ld, 
     for (std::int64_t c = 0; c < whole; c += lanes)
       step(c, [](const T* p) HWY_ATTR { return load_as_float(p); });
     if (whole < dim) step(whole, [&](const T* p) HWY_ATTR { return load_up_to(p, dim - whole); });
-    HWY_UNROLL(4)
-    for (int r = 0; r < rows; ++r)
-      store_sums(acc[r][0], acc[r][1], acc[r][2], keys > 3 ? acc[r][keys - 1] : set(0.0f), s + r * s_ld + j);
+    store_sums(acc, s + j, s_ld);
   }
 }
 
-// acc_o[r] = alpha[r] acc_o[r] + sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is
-// what of a row's elements is there.
+// acc_o[r] += sum over j of p[r][j] v_j, in `vectors` vectors from column c on; left is what of a row's
+// elements is there.
 template <int rows, int vectors, bool whole, class T>
 HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
-                                 std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t c,
-                                 std::int64_t left, const float* HWY_RESTRICT alpha,
-                                 float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
+                                 std::int64_t offset, std::int64_t key_count, std::int64_t c,
+                                 std::int64_t left, float* HWY_RESTRICT acc_o, std::int64_t o_ld,
+                                 Next& next) {
   Vec acc[rows][vectors];
   HWY_UNROLL(4)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(4)
-    for (int n = 0; n < vectors; ++n)
-      acc[r][n] = hn::Mul(set(alpha[r]), load(acc_o + r * o_ld + c + n * lanes));
+    for (int n = 0; n < vectors; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
   }
-  for (std::int64_t j = begin; j < end; ++j) {
+  for (std::int64_t j = 0; j < key_count; ++j) {
     next.fetch(lines_of_step<T, vectors>);
     const T* row = static_cast<const T*>(v_rows[j]) + offset + c;
     Vec v[vectors];
@@ -157,19 +181,170 @@ HWY_NOINLINE void stream_columns(const float* HWY_RESTRICT p, std::int64_t p_ld,
 
 template <int rows, class T>
 HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* const* v_rows,
-                              std::int64_t offset, std::int64_t begin, std::int64_t end, std::int64_t dim,
-                              const float* alpha, float* acc_o, std::int64_t o_ld, Next& next) {
+                              std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
+                              std::int64_t o_ld, Next& next) {
   constexpr int most = stream_width(rows);
   std::int64_t c = 0;
   const auto columns = [&](auto vectors, auto whole) HWY_ATTR {
-    stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, begin, end, c, dim - c, alpha, acc_o,
-                                            o_ld, next);
+    stream_columns<rows, vectors, whole, T>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld,
+                                            next);
   };
   // Two and two rather than three and one: one vector is too few chains.
   for (; c + most * lanes <= dim && (most == 4 || (dim - c) / lanes != 4); c += most * lanes)
     columns(std::integral_constant<int, most>(), std::true_type());
   for (; c + 2 * lanes <= dim; c += 2 * lanes) columns(std::integral_constant<int, 2>(), std::true_type());
   for (; c < dim; c += lanes) columns(std::integral_constant<int, 1>(), std::false_type());
+}
+
+// --- Pairs of bfloat16 -------------------------------------------------------------------------------------
+
+// A cell is two numbers of bfloat16, and an instruction multiplies cells: as many products as two of float's,
+// and nothing to convert.
+using Cells = hn::Vec<UintTag>;
+
+HWY_INLINE Vec add_dots(Vec sum, Cells a, Cells b) {
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
+  return sum;
+#else
+  const FloatTag f;
+  const Cells high = hn::Set(UintTag(), 0xFFFF0000u);
+  const auto low = [&](Cells x) HWY_ATTR { return hn::BitCast(f, hn::ShiftLeft<16>(x)); };
+  sum = hn::MulAdd(hn::BitCast(f, hn::And(a, high)), hn::BitCast(f, hn::And(b, high)), sum);
+  return hn::MulAdd(low(a), low(b), sum);
+#endif
+}
+
+constexpr std::int64_t cell_step = 2 * lanes;  // numbers in a vector
+
+// A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
+HWY_INLINE Cells load_cells(const bfloat16* p, std::int64_t n) {
+  const hn::Repartition<std::uint16_t, UintTag> halves;
+  if (n >= cell_step) return hn::BitCast(UintTag(), hn::LoadU(halves, &p->bits));
+  bfloat16 copy[cell_step] = {};
+  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(bfloat16));
+  return hn::BitCast(UintTag(), hn::LoadU(halves, &copy->bits));
+}
+
+// stream_scores of bfloat16 on both sides. q's rows are padded with zeros to whole vectors.
+template <int rows>
+HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
+                             std::int64_t offset, std::int64_t key_count, std::int64_t dim,
+                             float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
+  constexpr int keys = stream_keys;
+  for (std::int64_t j = 0; j < key_count; j += keys) {
+    const bfloat16* k[keys];
+    for (int n = 0; n < keys; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]) + offset;
+    Vec acc[rows][keys];
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      HWY_UNROLL(4)
+      for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
+    }
+    const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
+      Cells kc[keys];
+      HWY_UNROLL(4)
+      for (int n = 0; n < keys; ++n) {
+        next.fetch(1);
+        kc[n] = load_cells(k[n] + c, left);
+      }
+      HWY_UNROLL(4)
+      for (int r = 0; r < rows; ++r) {
+        const Cells qc = load_cells(q + r * q_ld + c, cell_step);
+        HWY_UNROLL(4)
+        for (int n = 0; n < keys; ++n) acc[r][n] = add_dots(acc[r][n], qc, kc[n]);
+      }
+    };
+    std::int64_t c = 0;
+    for (; c + cell_step <= dim; c += cell_step) step(c, cell_step);
+    if (c < dim) step(c, dim - c);
+    store_sums(acc, s + j, s_ld);
+  }
+}
+
+// Floats to bfloat16 in the same place, rounded to nearest even; n a multiple of lanes.
+HWY_INLINE void round_row(float* row, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += lanes) {
+    const Vec x = load(row + i);
+    auto* to = reinterpret_cast<bfloat16*>(row) + i;
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+    __m256i rounded;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x.raw));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+#else
+    store_from_float(x, to);
+#endif
+  }
+}
+
+// stream_values of bfloat16: two keys at a time. Behind the last key p is 0. In each
+// cell_step columns of acc_o come first the lower halves of all blocks of eight, then the upper halves
+// (unzip_row).
+template <int rows, int steps>
+HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
+                              std::int64_t offset, std::int64_t key_count, std::int64_t c, std::int64_t left,
+                              float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
+  const hn::Repartition<std::uint16_t, UintTag> halves;
+  Vec acc[rows][2 * steps];
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < 2 * steps; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
+  }
+  const auto add = [&](std::int64_t j, const auto& load_second) TESSERA_INLINE_LAMBDA {
+    Cells v[2 * steps];
+    HWY_UNROLL(4)
+    for (int n = 0; n < steps; ++n) {
+      next.fetch(2);
+      const bfloat16* first = static_cast<const bfloat16*>(v_rows[j]) + offset + c + n * cell_step;
+      const auto x = hn::BitCast(halves, load_cells(first, steps > 1 ? cell_step : left));
+      const auto y = hn::BitCast(halves, load_second(n));
+      v[2 * n] = hn::BitCast(UintTag(), hn::InterleaveLower(halves, x, y));
+      v[2 * n + 1] = hn::BitCast(UintTag(), hn::InterleaveUpper(halves, x, y));
+    }
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      std::uint32_t cell;
+      std::memcpy(&cell, p + r * p_ld + j, sizeof(cell));
+      const Cells pj = hn::Set(UintTag(), cell);
+      HWY_UNROLL(4)
+      for (int n = 0; n < 2 * steps; ++n) acc[r][n] = add_dots(acc[r][n], pj, v[n]);
+    }
+  };
+  std::int64_t j = 0;
+  for (; j + 1 < key_count; j += 2) {
+    const bfloat16* second = static_cast<const bfloat16*>(v_rows[j + 1]) + offset + c;
+    add(j, [&](int n) HWY_ATTR { return load_cells(second + n * cell_step, steps > 1 ? cell_step : left); });
+  }
+  if (j < key_count) add(j, [](int) HWY_ATTR { return hn::Zero(UintTag()); });
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < 2 * steps; ++n) store(acc[r][n], acc_o + r * o_ld + c + n * lanes);
+  }
+}
+
+template <int rows>
+HWY_INLINE void dot_values(const bfloat16* p, std::int64_t p_ld, const void* const* v_rows,
+                           std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
+                           std::int64_t o_ld, Next& next) {
+  std::int64_t c = 0;
+  for (; c + 2 * cell_step <= dim; c += 2 * cell_step)
+    dot_columns<rows, 2>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
+  for (; c < dim; c += cell_step)
+    dot_columns<rows, 1>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
+}
+
+// Columns as dot_columns leaves them, put in order.
+HWY_INLINE void unzip_row(float* row, std::int64_t dim) {
+  float copy[cell_step];
+  for (std::int64_t c = 0; c < dim; c += cell_step) {
+    std::memcpy(copy, row + c, sizeof(copy));
+    for (std::int64_t i = 0; i < cell_step; i += 8) {
+      std::memcpy(row + c + i, copy + i / 2, 4 * sizeof(float));
+      std::memcpy(row + c + i + 4, copy + lanes + i / 2, 4 * sizeof(float));
+    }
+  }
 }
 
 // Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.

@@ -18,11 +18,12 @@ endfunction()
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   tessera_cpu_target(amx HWY_AVX3 TESSERA_CPU_AMX)
+  tessera_cpu_target(avx512_bf16 HWY_AVX3 TESSERA_CPU_BF16)
   tessera_cpu_target(avx512 HWY_AVX3)
   tessera_cpu_target(avx2 HWY_AVX2)
   tessera_cpu_target(baseline HWY_SSSE3)
   # clang-tidy is shown amx and baseline: between them all lines but the two of AVX2 alone.
-  set_target_properties(tessera_cpu_avx512 tessera_cpu_avx2 PROPERTIES EXPORT_COMPILE_COMMANDS OFF)
+  set_target_properties(tessera_cpu_avx512_bf16 tessera_cpu_avx512 tessera_cpu_avx2 PROPERTIES EXPORT_COMPILE_COMMANDS OFF)
   if(TESSERA_EMULATE_AMX)
     tessera_cpu_target(amx_emulated HWY_AVX2 TESSERA_CPU_AMX TESSERA_CPU_AMX_EMULATED)
     target_compile_definitions(tessera_objects PRIVATE TESSERA_EMULATE_AMX)

@@ -28,6 +28,7 @@ struct Tiles {
 inline constexpr Tiles amx_tiles         {{16,     256,     512 << 10},  {96,     256,     128 << 10}};
 inline constexpr Tiles amx_emulated_tiles = amx_tiles;
 inline constexpr Tiles avx512_tiles      {{48,     128,     512 << 10},  {96,     192,     128 << 10}};
+inline constexpr Tiles avx512_bf16_tiles = avx512_tiles;
 inline constexpr Tiles avx2_tiles        {{48,     128,     256 << 10},  {96,     128,     128 << 10}};
 inline constexpr Tiles baseline_tiles    {{48,      64,     128 << 10},  {48,      64,     128 << 10}};
 // clang-format on

@@ -308,6 +308,31 @@ TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
   }
 }
 
+// A prompt takes forward's way and the single tokens beside it stream, with tasks of as many key heads as
+// their own rows allow.
+TEST_P(DecodeContract, PromptsAndSingleTokensInOneBatch) {
+  for (const std::int64_t group : {1, 2, 3, 5, 8}) {
+    for (const std::int64_t head_dim : {20, 128}) {
+      DecodeCase c;
+      c.cache_seqlens = {1, 163, 63, 130, 0};
+      c.lengths_q = {1, 1, 17, 1, 0};
+      c.num_heads_k = 3;
+      c.num_heads_q = 3 * group;
+      c.head_dim = head_dim;
+      c.head_dim_v = head_dim == 20 ? 72 : 128;
+      c.causal = true;
+      c.dtype = c.o_dtype = DType::bfloat16;
+      expect_right(c, text_of("group", group) + text_of("head_dim", head_dim));
+      DecodeTensors tensors(forced(c));
+      const Snapshot first = outputs(tensors);
+      for (const int threads : {1, 3}) {
+        tensors.settings.threads = threads;
+        EXPECT_EQ(outputs(tensors), first) << text_of("threads", threads) << text_of("group", group);
+      }
+    }
+  }
+}
+
 // The workspace is a matter of shapes: a server may take it once.
 TEST_P(DecodeContract, TheWorkspaceDoesNotDependOnTheLengths) {
   DecodeTensors tensors(forced(typical()));
@@ -335,8 +360,8 @@ using Merge = KernelTest;
 std::vector<KernelInfo> merging(bool having) {
   std::vector<KernelInfo> some;
   for (const KernelInfo& kernel : kernels()) {
-    const bool has =
-        kernel.name == "cuda_sm80" || (kernel.device == "cpu" && !kernel.name.starts_with("cpu_amx"));
+    const bool of_bfloat16 = kernel.name.starts_with("cpu_amx") || kernel.name == "cpu_avx512_bf16";
+    const bool has = kernel.name == "cuda_sm80" || (kernel.device == "cpu" && !of_bfloat16);
     if (has == having) some.push_back(kernel);
   }
   return some;

@@ -627,7 +627,7 @@ def test_errors_of_a_cache_of_8_bits():
 def test_a_forced_kernel_runs(device):
     case = Case(device, DTYPES[device][0])
     for kernel in tessera.kernels():
-        if kernel.available and kernel.device == device and kernel.name != "cpu_amx":
+        if kernel.available and kernel.device == device and kernel.name not in ("cpu_amx", "cpu_avx512_bf16"):
             case.options["kernel"] = kernel.name
             tessera.decode(case.q, case.k_cache, case.v_cache, case.cache_seqlens, **case.options)
             assert tessera.last_kernel() == kernel.name
