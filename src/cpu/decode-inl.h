@@ -25,7 +25,8 @@ constexpr std::int64_t stream_block = 64;  // keys; of all heads of a task, a pa
 constexpr std::int64_t stream_task_rows = 64;  // of all key heads of a task
 constexpr std::int64_t split_rows = 64;        // more are tasks enough: no automatic splits
 constexpr std::int64_t max_decode_rows = 256;  // of a task
-static_assert(forward_tiles.block_n % stream_block == 0 && stream_block % col_align == 0);
+// A block's columns begin with its first key: so it is one unit of them.
+static_assert(forward_tiles.block_n % stream_block == 0 && stream_block == col_align);
 constexpr Splits::Rule split_rule{forward_tiles.block_n, 512, 64};
 static_assert(few_rows <= forward_tiles.tile_m && 512 % forward_tiles.block_n == 0);
 
@@ -302,8 +303,7 @@ struct Few {
   std::int64_t q_ld, s_ld, o_ld, rows;
 };
 
-// Those rows against rows of the cache as T: s = q kᵀ of the first `keys` keys, and o += p v. Of several
-// groups of rows the first calls for lines, so that all heads together take them at an even pace.
+// Those rows against rows of the cache as T: s = q kᵀ of the first `keys` keys, and o += p v.
 template <class T>
 struct FloatProducts {
   static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {

@@ -203,10 +203,14 @@ TEST(Compile, CopiesWithAHintHaveTheirRegister) {
     return cubin.ok() ? copies_by_no_register(cubin.value().image) : -1;
   };
   for (const auto& [head_dim, head_dim_v, rows] :
-       {std::array{64, 64, 8}, {128, 128, 8}, {192, 192, 8}, {256, 64, 16}, {256, 128, 16}}) {
+       {std::array{64, 64, 8}, {128, 128, 8}, {192, 192, 8}, {256, 64, 8}, {256, 64, 16}, {256, 128, 16}}) {
     const DecodeConfig config = decode_config(hopper, Half::bfloat16, head_dim, head_dim_v, rows, true);
     EXPECT_EQ(bad(config), 0) << kernel_name(config);
   }
+  DecodeConfig one = decode_config(hopper, Half::float16, 128, 128, 8, true);
+  EXPECT_EQ(bad(alone(hopper, one)), 0);
+  one.cluster = 8;
+  EXPECT_EQ(bad(one), 0);
   for (const Stored stored : {Stored::float8, Stored::int8}) {
     const DecodeConfig config = decode_config(hopper, Half::bfloat16, 128, 128, 8, true, stored);
     EXPECT_EQ(bad(config), 0) << kernel_name(config);
