@@ -1,11 +1,9 @@
 // Caches of 8-bit dtypes: every stored number is read as what it is, what is appended is rounded as
 // docs/semantics.md says, and everything else that decode does holds with them.
 #include <cmath>
-#include <random>
 
 #include "core/half.h"
-#include "cpu/kernel_test.h"
-#include "verify/decode.h"
+#include "cpu/decode_kernel_test.h"
 
 namespace tessera::verify {
 namespace {
@@ -19,19 +17,7 @@ float stored_number(DType dtype, int code) {
 
 std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*>(buffer.tensor().data); }
 
-class CacheTest : public KernelTest {
- public:
-  // On this kernel, in a dtype of q that it takes.
-  static DecodeCase forced(DecodeCase c) {
-    c.kernel = GetParam().name;
-    if (!workspace_size(as_planned(DecodeTensors(c).call())).ok()) c.dtype = c.o_dtype = DType::bfloat16;
-    return c;
-  }
-  static void expect_right(const DecodeCase& c, const std::string& what) {
-    EXPECT_EQ(judge(forced(c)), "") << what;
-  }
-};
-using DecodeCache = CacheTest;
+using DecodeCache = DecodeTest;
 TESSERA_FOR_EACH_KERNEL(DecodeCache);
 
 std::string text_of(DType dtype, std::int64_t seed) {
@@ -162,16 +148,14 @@ TEST_P(DecodeCache, AppendAndRotaryInPages) {
   }
 }
 
-// In parts, for those who deal tests out.
 void random_cases(std::uint64_t part) {
-  constexpr std::uint64_t parts = 4, cases = 80;
-  for (std::uint64_t seed = 1 + part; seed <= cases; seed += parts) {
+  DecodeTest::expect_right_part(part, 80, [](std::uint64_t seed) {
     DecodeCase c = random_decode_case(1000 + seed);
-    c.cache_dtype = cache_dtypes[seed / parts % 2];
+    c.cache_dtype = cache_dtypes[seed / DecodeTest::parts % 2];
     c.cache_scale = *c.cache_dtype == DType::int8 ? 0.03 : seed % 3 == 0 ? 0.0 : 0.5;
     c.magnitude = 1;
-    CacheTest::expect_right(c, text_of(*c.cache_dtype, static_cast<std::int64_t>(seed)));
-  }
+    return c;
+  });
 }
 TEST_P(DecodeCache, RandomCases1) { random_cases(0); }
 TEST_P(DecodeCache, RandomCases2) { random_cases(1); }

@@ -5,32 +5,20 @@
 #include <cmath>
 #include <random>
 
-#include "cpu/kernel_test.h"
-#include "verify/decode.h"
+#include "cpu/decode_kernel_test.h"
 
 namespace tessera::verify {
 namespace {
 
-class DecodeTest : public KernelTest {
- public:
-  // The case on this kernel, in a dtype that it takes.
-  static DecodeCase forced(DecodeCase c) {
-    c.kernel = GetParam().name;
-    if (!workspace_size(as_planned(DecodeTensors(c).call())).ok()) c.dtype = c.o_dtype = DType::bfloat16;
-    return c;
-  }
-  static void expect_right(const DecodeCase& c, const std::string& what) {
-    EXPECT_EQ(judge(forced(c)), "") << what;
-  }
-  // o and lse, from poisoned outputs.
-  static Snapshot outputs(DecodeTensors& tensors) {
-    tensors.o.poison();
-    tensors.lse.poison();
-    const Status status = run(tensors);
-    EXPECT_TRUE(status.ok()) << status.message();
-    return {tensors.o.bytes(), tensors.lse.bytes()};
-  }
-};
+// o and lse, from poisoned outputs.
+Snapshot outputs(DecodeTensors& tensors) {
+  tensors.o.poison();
+  tensors.lse.poison();
+  const Status status = run(tensors);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return {tensors.o.bytes(), tensors.lse.bytes()};
+}
+
 using Pages = DecodeTest;
 using DecodeOptions = DecodeTest;
 using DecodeContract = DecodeTest;
@@ -184,12 +172,7 @@ TEST_P(DecodeOptions, ManyHeads) {
   }
 }
 
-// In parts, for those who deal tests out.
-void random_cases(std::uint64_t part) {
-  constexpr std::uint64_t parts = 4, cases = 120;
-  for (std::uint64_t seed = 1 + part; seed <= cases; seed += parts)
-    DecodeTest::expect_right(random_decode_case(seed), text_of("seed", static_cast<std::int64_t>(seed)));
-}
+void random_cases(std::uint64_t part) { DecodeTest::expect_right_part(part, 120, random_decode_case); }
 TEST_P(DecodeOptions, RandomCases1) { random_cases(0); }
 TEST_P(DecodeOptions, RandomCases2) { random_cases(1); }
 TEST_P(DecodeOptions, RandomCases3) { random_cases(2); }
@@ -214,8 +197,8 @@ TEST_P(DecodeOptions, AnyNumberOfSplits) {
   }
 }
 
-// Token by token and in larger steps, sequences that come and go, on one cache: each step is judged against
-// the oracle on all that was appended until then.
+// Token by token and in larger steps, sequences that come and go, on one cache: each step is judged
+// against the oracle on all that was appended until then.
 TEST_P(DecodeOptions, SequencesOfSteps) {
   for (const std::int64_t page : {0, 3, 16}) {
     DecodeCase c;

@@ -217,7 +217,7 @@ class Resident {
 // Each test once a GPU kernel of tessera::kernels(), in a context of device 0; skipped, with the reason,
 // where there is no GPU or where the kernel does not run on it.
 class GpuTest : public testing::TestWithParam<KernelInfo> {
- public:
+ protected:
   void SetUp() override {
     if (!cuda::unavailable().empty()) GTEST_SKIP() << cuda::unavailable();
     if (!GetParam().available) GTEST_SKIP() << GetParam().name << ": " << GetParam().why_not;
