@@ -26,13 +26,15 @@ __device__ void convert_dq(const AttentionParams& params) {
   const SequenceArg sequence = params.sequence(b);
   if (i < 0 || i >= tiles_of(sequence.allocated_q, tile::DqTiles::rows)) return;
   const int valid_rows = min(sequence.allocated_q - i * 16, 16);
+  // Where sums have an order, nobody has cleared what nobody adds to.
+  const bool seen = !params.mask(sequence).keys_of_any({16 * i, min(16 * i + 16, sequence.seqlen_q)}).empty();
   const float* source = tile::DqTiles::row_of_tiles(params, b, h, i);
   for (int first = 0; first < params.head_dim; first += cols) {
     tile::FragmentC c[1][n];
     tile::clear(c);
 #pragma unroll
     for (int j = 0; j < n; ++j) {
-      if (first + j * 8 < params.head_dim)
+      if (seen && first + j * 8 < params.head_dim)
         tile::DqTiles::load(c[0][j], source + (first / 8 + j) * tile::DqTiles::size);
     }
 #pragma unroll

@@ -15,6 +15,10 @@ namespace tessera::ptx {
   asm volatile("" : "+r"(x));
   return x;
 }
+[[nodiscard]] __device__ __forceinline__ float* opaque(float* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -63,6 +67,11 @@ __device__ __forceinline__ void store(unsigned address, const float (&x)[4]) {
 __device__ __forceinline__ void add_bulk(float* to, unsigned from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(from), "r"(bytes)
+               : "memory");
+}
+// The same, but it takes the place of what was there.
+__device__ __forceinline__ void store_bulk(float* to, unsigned from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
 // Until all groups of the thread but the last `n` are in memory; cute::tma_store_wait waits until they have

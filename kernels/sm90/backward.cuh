@@ -43,18 +43,24 @@ __device__ __forceinline__ void hand_over(BackwardShared<C>& shared, unsigned st
   release(shared.dq_there[step % C.dq_turns()].full);
 }
 
-// dk or dv, 16 keys a warp, leaves through the warp's part of dq's memory, which is free for `step`: k and v
-// of the next block of keys are on their way to theirs.
+// dk or dv, 16 keys a warp, leaves through memory of the warp's own, or through its part of dq's, which is
+// free for `step`: k and v of the next block of keys are on their way to theirs.
 template <Sm90BackwardConfig C, int n>
 __device__ __forceinline__ void leave(BackwardShared<C>& shared, unsigned step, const BackwardWork& work,
                                       const tile::FragmentC (&sum)[1][n], const RowsArg& to, int cols) {
   using Tile = tile::PanelTile<warp_rows, n * 8>;
-  static_assert(sizeof(Tile) <= sizeof(shared.dq[0][0][0]));
   const int warp = ptx::warp_index_again(), first_key = work.first_key + warp * warp_rows;
-  wait_dq_free(shared, step);
-  store_rows<C.type>(sum, reinterpret_cast<Tile&>(shared.dq[step % C.dq_stages()][warp / 4][warp % 4]), to,
-                     work.b, work.sequence.k_begin + first_key, work.kv_head,
-                     work.sequence.allocated_k - first_key, cols);
+  const auto store = [&](auto& memory) {
+    static_assert(sizeof(Tile) <= sizeof(memory));
+    store_rows<C.type>(sum, reinterpret_cast<Tile&>(memory), to, work.b, work.sequence.k_begin + first_key,
+                       work.kv_head, work.sequence.allocated_k - first_key, cols);
+  };
+  if constexpr (C.own_leave()) {
+    store(shared.leaving[warp]);
+  } else {
+    wait_dq_free(shared, step);
+    store(shared.dq[step % C.dq_stages()][warp / 4][warp % 4]);
+  }
   __syncwarp();
 }
 

@@ -36,17 +36,21 @@ __device__ __forceinline__ void add_from_registers(const AttentionParams& params
   const StepFacts& facts = shared.facts[step % C.row_stages()];
   if (facts.first_query + part.row < facts.seqlen_q) {
     float* to = facts.dq + part.offset(params);
-    const auto add = [&](bool whole) {
+    const auto all = [&](bool whole, const auto& add) {
 #pragma unroll
       for (int j = 0; j < n; ++j) {
         if (whole || (j >= part.overlap && j - part.overlap < part.tiles))
-          Tiles::add(to + (whole ? j : j - part.overlap) * Tiles::size, dq[j]);
+          add(to + (whole ? j : j - part.overlap) * Tiles::size, dq[j]);
       }
     };
-    if (part.tiles == n) {
-      add(true);
+    const auto add = [](float* tile, const tile::FragmentC& c) { Tiles::add(tile, c); };
+    const auto store = [](float* tile, const tile::FragmentC& c) { Tiles::store(tile, c); };
+    if (C.ordered && shared.before[turn.stage] == 0) {
+      all(false, store);
+    } else if (part.tiles == n) {
+      all(true, add);
     } else {
-      add(false);
+      all(false, add);
     }
   }
   __syncwarp();

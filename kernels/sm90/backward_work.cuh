@@ -61,6 +61,15 @@ struct DqShared {
 template <Sm90BackwardConfig C>
 struct DqShared<C, false> {};
 
+// dk and dv on their way, 16 keys a warp, if that memory is their own.
+template <Sm90BackwardConfig C, bool there = C.own_leave()>
+struct LeaveShared {
+  static constexpr int cols = C.head_dim > C.head_dim_v ? C.head_dim : C.head_dim_v;
+  alignas(1024) unsigned char leaving[C.block_n / warp_rows][warp_rows * cols * 2];
+};
+template <Sm90BackwardConfig C>
+struct LeaveShared<C, false> {};
+
 // Where warpgroups share a step (backward_wide.cuh): p on its way from the one to the other, as fragments.
 template <Sm90BackwardConfig C, bool there = C.wide()>
 struct PShared {
@@ -70,7 +79,7 @@ template <Sm90BackwardConfig C>
 struct PShared<C, false> {};
 
 template <Sm90BackwardConfig C>
-struct BackwardShared : DqShared<C>, PShared<C> {
+struct BackwardShared : DqShared<C>, LeaveShared<C>, PShared<C> {
   tile::PanelTile<C.block_n, C.head_dim> k;
   tile::PanelTile<C.block_n, C.head_dim_v> v;
   tile::PanelTile<C.block_m, C.head_dim> q[C.q_stages];
@@ -83,6 +92,7 @@ struct BackwardShared : DqShared<C>, PShared<C> {
   Barriers q_there[C.q_stages], dout_there[C.dout_stages], rows_there[C.row_stages()];
   Barriers dq_there[C.dq_turns()], ds_there[C.ds_stages()];
   Barriers p_there;  // where warpgroups share a step
+  int before[2];     // who have added before, where sums have an order and are added directly
 };
 
 // Fills in the block of keys with a number; false where it has no keys. The first blocks of keys, which under
@@ -289,6 +299,15 @@ __device__ __forceinline__ void load_rows(const Sm90BackwardParams& all, Backwar
   });
 }
 
+// The number of blocks of keys that add to a block of queries before this one.
+template <Sm90BackwardConfig C>
+[[nodiscard]] __device__ __forceinline__ int turn_of(const Sm90BackwardParams& all, const BackwardWork& work,
+                                                     int m_block) {
+  const int first_query = m_block * C.block_m;
+  return KeyOrder::turn(all.mask(work.sequence), first_query,
+                        min(first_query + C.block_m, work.sequence.seqlen_q), work.n_block, C.block_n);
+}
+
 // One thread: the facts of a step, and the next block of keys when this one is nearly through: early enough
 // to load its tiles, and late enough that who is fast gets more of them. Where sums have an order it asks for
 // the tiles, too.
@@ -347,15 +366,6 @@ __device__ __forceinline__ void find_facts(const Sm90BackwardParams& all, Backwa
   }
 }
 
-// The number of blocks of keys that add to a block of queries before this one.
-template <Sm90BackwardConfig C>
-[[nodiscard]] __device__ __forceinline__ int turn_of(const Sm90BackwardParams& all, const BackwardWork& work,
-                                                     int m_block) {
-  const int first_query = m_block * C.block_m;
-  return KeyOrder::turn(all.mask(work.sequence), first_query,
-                        min(first_query + C.block_m, work.sequence.seqlen_q), work.n_block, C.block_n);
-}
-
 // The part of dq that a warp of the consumers has: 16 rows, and of the columns whole tiles.
 template <Sm90BackwardConfig C>
 struct DqPart {
@@ -402,6 +412,24 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
         return ptx::opaque(at.h) * tiles + first_tile(params.cu_seqlens_q, work.b, params.rows_q, C.block_m) +
                at.m_block;
       };
+      // Of the lane's part: where dq is in shared memory, where it is added, and how much of it there is.
+      unsigned from = 0;
+      float* to = nullptr;
+      int bytes = 0;
+      if constexpr (!C.dq_direct()) {
+        const int lane = ptx::thread_index() % 32, warp = lane % 4, group = lane / 4;
+        const int first_query = at.m_block * C.block_m;
+        const DqPart<C> part(params, group, warp);
+        if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
+          from = ptx::shared_address(shared.dq[at.step() % C.dq_stages()][group][warp][part.overlap]);
+          bytes = part.tiles * Tiles::size * 4;
+          to = Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + part.offset(params);
+        }
+        // Before it waits for those who compute, for they wait for the rest.
+        from = ptx::opaque(from);
+        to = ptx::opaque(to);
+        bytes = ptx::opaque(bytes);
+      }
       if constexpr (C.ordered) {
         const int mine = turn_of<C>(all, work, at.m_block);
         while (seen != mine) seen = ptx::load_acquire(params.turn + turn());
@@ -409,23 +437,19 @@ __device__ __forceinline__ void add_dq(const Sm90BackwardParams& all, BackwardSh
       }
       const auto place = [&] { return ring_at<C.dq_turns()>(at.step()); };
       if constexpr (C.dq_direct()) {
+        shared.before[place().stage] = seen;
         __syncwarp();
         release(shared.dq_there[place().stage].empty);
         ptx::wait(shared.dq_there[place().stage].full, place().parity);
       } else {
         ptx::wait(shared.dq_there[place().stage].full, place().parity);
         ptx::publish_shared();
-        const int lane = ptx::thread_index() % 32, warp = lane % 4, group = lane / 4;
-        const int first_query = at.m_block * C.block_m;
-        const DqPart<C> part(params, group, warp);
-        if (group < C.consumers() && part.tiles > 0 && first_query + part.row < work.sequence.seqlen_q) {
-          // First what is known of the lane: it is three registers then.
-          const unsigned from = ptx::opaque(
-              ptx::shared_address(shared.dq[at.step() % C.dq_stages()][group][warp][part.overlap]));
-          const int bytes = ptx::opaque(part.tiles * Tiles::size * 4),
-                    offset = ptx::opaque(part.offset(params));
-          ptx::add_bulk(Tiles::row_of_tiles(params, work.b, at.h, first_query / Tiles::rows) + offset, from,
-                        bytes);
+        if (bytes > 0) {
+          if (C.ordered && seen == 0) {  // nobody has added before: what lies there is no sum
+            ptx::store_bulk(to, from, bytes);
+          } else {
+            ptx::add_bulk(to, from, bytes);
+          }
         }
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();  // until it has been read

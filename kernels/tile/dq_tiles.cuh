@@ -41,6 +41,10 @@ struct DqTiles {
     for (int e = 0; e < 4; ++e) c[e] = tile[place(lane, e)];
 #endif
   }
+  // Where four floats of a lane are neighbours.
+  static __device__ __forceinline__ void store(float* tile, const FragmentC& c) {
+    *reinterpret_cast<float4*>(tile + place(threadIdx.x % 32, 0)) = {c[0], c[1], c[2], c[3]};
+  }
   static __device__ __forceinline__ void add(float* tile, const FragmentC& c) {
     const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900

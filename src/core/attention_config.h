@@ -103,6 +103,8 @@ struct Sm90BackwardConfig {
   [[nodiscard]] constexpr bool two_dqs() const { return !wide() && ds_in_registers && dv_parts > 0; }
   [[nodiscard]] constexpr int dq_stages() const { return two_dqs() ? 2 : 1; }
   [[nodiscard]] constexpr int ds_stages() const { return two_dqs() ? 1 : 2; }
+  // dk and dv leave through memory of their own, where there is room, and do not wait for dq's.
+  [[nodiscard]] constexpr bool own_leave() const { return !wide() && dq_parts() == 1; }
   // Barriers of dq: of its buffers, or of every other step, for the two warps that add where there is an
   // order.
   [[nodiscard]] constexpr int dq_turns() const { return ordered ? 2 : dq_stages(); }
@@ -110,8 +112,12 @@ struct Sm90BackwardConfig {
   [[nodiscard]] constexpr int row_stages() const { return dq_direct() ? 3 : 2; }
   [[nodiscard]] constexpr int consumers() const { return wide() ? 2 : block_n / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
-  [[nodiscard]] constexpr int producer_registers() const { return 24; }
-  [[nodiscard]] constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }
+  // Who keeps an order is the faster for more registers, which consumers of small head dims can spare.
+  [[nodiscard]] constexpr bool spares() const { return ordered && own_leave(); }
+  [[nodiscard]] constexpr int producer_registers() const { return spares() ? 40 : 24; }
+  [[nodiscard]] constexpr int consumer_registers() const {
+    return consumers() != 2 ? 160 : spares() ? 232 : 240;
+  }
   // The warpgroups share dq: 64 queries each, and where there are fewer queries, parts of the columns. Parts
   // begin and end with panels; where those come in no whole parts, the last ones overlap.
   [[nodiscard]] constexpr int dq_parts() const { return consumers() * 64 / block_m; }

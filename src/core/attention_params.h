@@ -66,7 +66,9 @@ struct AttentionParams {
   // matter. ticket: the key blocks that have been taken, by those who take them one by one.
   float *delta, *dq_acc;
   int *turn, *ticket;
-  long long clear_bytes;  // from dq_acc on, to be 0 before anything is added; a multiple of 16
+  // To be 0 before anything is added: from dq_acc on, which for delta, who clears it, may lie further on. A
+  // multiple of 16.
+  long long clear_bytes;
 
   [[nodiscard]] TESSERA_HD bool packed() const { return cu_seqlens_q != nullptr; }
 

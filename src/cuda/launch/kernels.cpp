@@ -163,12 +163,14 @@ Status run_backward(const Context& context, const Problem& problem, void* worksp
   auto* const memory = static_cast<std::byte*>(workspace);
   params.delta = reinterpret_cast<float*>(memory + places.delta);
   params.dq_acc = reinterpret_cast<float*>(memory + places.dq_acc);
-  params.turn = problem.deterministic ? reinterpret_cast<int*>(memory + places.turn) : nullptr;
+  params.turn = places.ordered ? reinterpret_cast<int*>(memory + places.turn) : nullptr;
   params.ticket = reinterpret_cast<int*>(memory + places.ticket);
-  params.clear_bytes = places.end - places.dq_acc;
 
   Stage stage(context, problem, only_load);
-  if (Status status = stage(SmallConfig{Small::delta, config.type}, params); !status.ok()) return status;
+  AttentionParams first = params;
+  first.dq_acc = reinterpret_cast<float*>(memory + places.clear);
+  first.clear_bytes = places.end - places.clear;
+  if (Status status = stage(SmallConfig{Small::delta, config.type}, first); !status.ok()) return status;
   if (problem.dsinks != nullptr) {
     if (Status status = stage(SmallConfig{Small::dsinks, config.type}, params); !status.ok()) return status;
   }
@@ -344,7 +346,7 @@ Plan plan(const Problem& problem) {
 // Hopper's backward kernel, where it has tiles and TMA can copy what it loads. Otherwise cuda_sm80's runs.
 std::optional<Sm90BackwardConfig> own_backward(const Problem& problem) {
   if (problem.direction != Direction::backward || !why_no_dout_map(problem).empty()) return {};
-  return sm90_backward_config(problem);
+  return sm90_backward_config(limits_of(problem), problem);
 }
 
 Plan plan_sm90(const Problem& problem) {

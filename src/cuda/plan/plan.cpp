@@ -304,12 +304,14 @@ int shared_of(const Sm90BackwardConfig& c) {
   const int ds = c.ds_stages() * c.block_m * c.block_n;
   const int dq = c.dq_direct() ? 0 : c.dq_stages() * c.consumers() * 64 * c.dq_cols();
   const int p = c.wide() ? c.block_m * c.block_n : 0;
+  const int leaving = c.own_leave() ? c.block_n * std::max(c.head_dim, c.head_dim_v) : 0;
   const int rows = c.row_stages() * (2 * c.block_m * 4 + facts);
   const int barriers =
       (work_stages + 2 + c.q_stages + c.dout_stages + c.row_stages() + c.dq_turns() + 1 + c.ds_stages()) * 2 *
       8;
-  return ((keys + queries + ds) * 2 + (dq + p) * 4 + rows + work_stages * work + barriers + 1023) / 1024 *
-         1024;
+  return ((keys + queries + ds + leaving) * 2 + (dq + p) * 4 + rows + work_stages * work + barriers + 8 +
+          1023) /
+         1024 * 1024;
 }
 int shared_of(const DbiasConfig& c) {
   const int rest = (2 * c.block + c.block * (c.block + 1)) * 4;
@@ -408,6 +410,20 @@ Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
                              static_cast<int>(problem.head_dim_v), terms_of(problem));
 }
 
+namespace {
+
+// Sums that have an order need not be cleared, which pays for their waits as long as sequences are short: if
+// blocks of keys begin one after the other, as under a causal mask, or if there are many.
+bool faster_in_order(const Sm90BackwardConfig& config, const DeviceLimits& limits, const Problem& problem) {
+  constexpr std::int64_t longest = 4096, many = 12;
+  if (config.wide() || config.terms != Terms::plain || problem.max_seqlen_k > longest) return false;
+  const bool follow =
+      problem.window_right < problem.max_seqlen_k && problem.max_seqlen_q >= problem.max_seqlen_k;
+  return backward_tiles(config, problem) >= (follow ? 1 : many) * limits.multiprocessors;
+}
+
+}  // namespace
+
 Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms, bool ordered) {
   const Sm90BackwardTiles tiles =
       row_for(terms == Terms::plain ? sm90_backward : sm90_backward_terms, head_dim, head_dim_v);
@@ -415,10 +431,12 @@ Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v,
           tiles.q_stages, tiles.dout_stages,    tiles.dv_parts,         tiles.ds_in_registers, terms,
           ordered};
 }
-Sm90BackwardConfig sm90_backward_config(const Problem& problem) {
-  return sm90_backward_config(half_of(problem), static_cast<int>(problem.head_dim),
-                              static_cast<int>(problem.head_dim_v),
-                              without(terms_of(problem), Terms::wide_bias), problem.deterministic);
+Sm90BackwardConfig sm90_backward_config(const DeviceLimits& limits, const Problem& problem) {
+  Sm90BackwardConfig config = sm90_backward_config(
+      half_of(problem), static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v),
+      without(terms_of(problem), Terms::wide_bias), problem.deterministic);
+  if (!config.ordered) config.ordered = faster_in_order(config, limits, problem);
+  return config;
 }
 
 ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem) {
@@ -557,24 +575,27 @@ std::int64_t blocks_of(const SmallConfig& config, const Problem& problem) {
 
 namespace {
 
-BackwardWorkspace backward_workspace(int block_m, const Problem& problem) {
+BackwardWorkspace backward_workspace(int block_m, bool ordered, bool adds, const Problem& problem) {
   const auto padded = [](std::int64_t bytes) { return ceil_div(bytes, workspace_step) * workspace_step; };
   BackwardWorkspace w;
   w.dq_acc = padded(all_rows_q(problem) * problem.num_heads_q * 4);  // delta stands first
   w.turn = w.dq_acc +
            padded(tiles_q(problem, 16) * problem.num_heads_q * 16 * ceil_div(problem.head_dim, 8) * 8 * 4);
-  w.ticket = w.turn + (problem.deterministic ? tiles_q(problem, block_m) * problem.num_heads_q * 4 : 0);
+  w.ticket = w.turn + (ordered ? tiles_q(problem, block_m) * problem.num_heads_q * 4 : 0);
   w.end = padded(w.ticket + 4);
+  w.clear = adds ? w.dq_acc : w.turn;
+  w.ordered = ordered;
   return w;
 }
 
 }  // namespace
 
 BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem) {
-  return backward_workspace(config.block_m, problem);
+  return backward_workspace(config.block_m, problem.deterministic, true, problem);
 }
+// Where sums have an order, Hopper's kernel does not add to what it finds: the first one is stored.
 BackwardWorkspace backward_workspace(const Sm90BackwardConfig& config, const Problem& problem) {
-  return backward_workspace(config.block_m, problem);
+  return backward_workspace(config.block_m, config.ordered, !config.ordered, problem);
 }
 
 }  // namespace tessera::cuda

@@ -76,7 +76,7 @@ struct SmallConfig {
 
 [[nodiscard]] Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms,
                                                       bool ordered = false);
-[[nodiscard]] Sm90BackwardConfig sm90_backward_config(const Problem& problem);
+[[nodiscard]] Sm90BackwardConfig sm90_backward_config(const DeviceLimits& limits, const Problem& problem);
 
 [[nodiscard]] ForwardConfig forward_config(const DeviceLimits& limits, const Problem& problem);
 [[nodiscard]] BackwardConfig backward_config(const DeviceLimits& limits, const Problem& problem);
@@ -108,7 +108,9 @@ struct SmallConfig {
 
 // Backward's workspace, in bytes from its start.
 struct BackwardWorkspace {
-  std::int64_t delta = 0, dq_acc = 0, turn = 0, ticket = 0, end = 0;  // dq_acc to end are to be cleared
+  std::int64_t delta = 0, dq_acc = 0, turn = 0, ticket = 0, end = 0;
+  std::int64_t clear = 0;  // from there to the end it is to be 0
+  bool ordered = false;    // there is a turn
 };
 [[nodiscard]] BackwardWorkspace backward_workspace(const BackwardConfig& config, const Problem& problem);
 [[nodiscard]] BackwardWorkspace backward_workspace(const Sm90BackwardConfig& config, const Problem& problem);
