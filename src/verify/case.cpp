@@ -62,6 +62,7 @@ void visit_fields(Case& c, Visitor&& visit) {
   visit("bias_layout", c.bias_layout);
   visit("dbias_layout", c.dbias_layout);
   visit("magnitude", c.magnitude);
+  visit("mean", c.mean);
   visit("seed", c.seed);
   visit("kernel", c.kernel);
   visit("threads", c.threads);
@@ -229,6 +230,16 @@ std::vector<NamedCase> fixed_cases() {
       "packed_127: packed=1 batch=127 tail=9 seqlen_q=20 seqlen_k=30 num_heads_q=2 dtype=bfloat16 causal=1",
       "packed_128: packed=1 batch=128 seqlen_q=20 seqlen_k=30 num_heads_q=2 dtype=float16",
       "packed_many: packed=1 batch=140 tail=5 seqlen_q=12 seqlen_k=9 num_heads_q=3 dtype=bfloat16 causal=1",
+
+      // What the rows of k and v have in common cancels in dq and dk, and roundings of o do not.
+      "mean_1: seqlen_q=256 seqlen_k=256 mean=1 num_heads_q=2 dtype=bfloat16 o_dtype=bfloat16 "
+      "grad_dtype=bfloat16",
+      "mean_3_causal: seqlen_q=200 seqlen_k=256 mean=3 num_heads_q=4 num_heads_k=2 causal=1 dtype=bfloat16 "
+      "o_dtype=bfloat16 grad_dtype=bfloat16 head_dim=128 head_dim_v=128",
+      "mean_10: seqlen_q=130 seqlen_k=300 mean=10 dtype=float16 o_dtype=float16 grad_dtype=float16 "
+      "head_dim=256 head_dim_v=256 deterministic=1",
+      "mean_10_wide: seqlen_q=256 seqlen_k=256 mean=10 dtype=bfloat16 grad_dtype=bfloat16",
+      "mean_30: seqlen_q=140 seqlen_k=260 mean=-30 sinks=1 dsinks=1 dlse=1",
 
       // Scores that outgrow what came before by powers of two that a float does not have.
       "magnitude_20: num_heads_q=2 seqlen_q=150 seqlen_k=600 magnitude=20 dtype=bfloat16 causal=1",
@@ -509,6 +520,7 @@ Case random_case(std::mt19937_64& random) {
   }
   c.seed = random();
   c.threads = static_cast<int>(choose.between(1, 3));
+  if (choose.chance(15)) c.mean = choose.one_of({-3.0, 1.0, 10.0});
   return c;
 }
 

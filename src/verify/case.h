@@ -71,6 +71,7 @@ struct Case {
   Layout bias_layout = Layout::dense, dbias_layout = Layout::dense;
 
   double magnitude = 1.0;  // of q
+  double mean = 0.0;       // of k and v
   std::uint64_t seed = 0;  // of the data and of dropout
   std::string kernel;
   int threads = 0;

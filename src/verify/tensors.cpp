@@ -225,13 +225,13 @@ void fill_with_nan(Buffer& buffer) {
 // Rows of real sequences get random numbers, the others NaN. Padding first: where memory is shared
 // (expanded), a row that is real somewhere is real.
 void fill_rows(const Case& c, const Side& side, Index heads, Index width, Stream stream, double magnitude,
-               Buffer& buffer) {
+               double mean, Buffer& buffer) {
   fill_with_nan(buffer);
   for (Index b = 0; b < c.batch; ++b) {
     const Index first = (c.packed ? side.begin[b] : b * side.rows) * heads * width;
     const Index count = side.used[b] * heads * width;
     for (Index i = first; i < first + count; ++i) {
-      buffer.set(i, magnitude * normal(c.seed, stream, buffer.position(i)));
+      buffer.set(i, mean + magnitude * normal(c.seed, stream, buffer.position(i)));
     }
   }
 }
@@ -431,10 +431,10 @@ Tensors::Tensors(const Case& c) : settings(c) {
   k = rows(input, c.dtype, c.k_layout, side_k, c.num_heads_k, c.head_dim);
   v = rows(input, c.dtype, c.v_layout, side_k, c.num_heads_k, c.head_dim_v);
   dout = rows(input, c.o_dtype, c.dout_layout, side_q, c.num_heads_q, c.head_dim_v);
-  fill_rows(c, side_q, c.num_heads_q, c.head_dim, Stream::q, c.magnitude, q);
-  fill_rows(c, side_k, c.num_heads_k, c.head_dim, Stream::k, 1.0, k);
-  fill_rows(c, side_k, c.num_heads_k, c.head_dim_v, Stream::v, 1.0, v);
-  fill_rows(c, side_q, c.num_heads_q, c.head_dim_v, Stream::dout, 1.0, dout);
+  fill_rows(c, side_q, c.num_heads_q, c.head_dim, Stream::q, c.magnitude, 0.0, q);
+  fill_rows(c, side_k, c.num_heads_k, c.head_dim, Stream::k, 1.0, c.mean, k);
+  fill_rows(c, side_k, c.num_heads_k, c.head_dim_v, Stream::v, 1.0, c.mean, v);
+  fill_rows(c, side_q, c.num_heads_q, c.head_dim_v, Stream::dout, 1.0, 0.0, dout);
   if (c.dlse) {
     dlse = lse_like(input);
     fill_dlse(c, side_q, dlse);

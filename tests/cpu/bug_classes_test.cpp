@@ -37,6 +37,7 @@ TEST_P(BugClass, ValueDims) {
   expect_right_all("value_");
 }
 TEST_P(BugClass, Magnitude) { expect_right_all("magnitude_"); }
+TEST_P(BugClass, Mean) { expect_right_all("mean_"); }
 TEST_P(BugClass, Softcap) { expect_right_all("softcap_"); }
 TEST_P(BugClass, Bias) { expect_right_all("bias_"); }
 TEST_P(BugClass, Poison) { expect_right_all("poison_"); }
@@ -51,7 +52,7 @@ TEST(BugClasses, EveryFixedCaseHasATest) {
   for (const auto& [name, c] : fixed_cases()) {
     bool known = false;
     for (const char* prefix : {"empty_", "tiny", "tall_", "wide_", "one_", "length_", "head_dim_",
-                               "qkv_192_128", "value_", "magnitude_", "softcap_", "bias_", "poison_",
+                               "qkv_192_128", "value_", "magnitude_", "mean_",    "softcap_", "bias_", "poison_",
                                "strides_", "window_", "dropout_", "packed_", "everything"}) {
       known = known || name.starts_with(prefix);
     }
