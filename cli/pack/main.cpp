@@ -24,8 +24,12 @@ struct PackFlags {
   std::string out = "tessera.pack";
   std::string match;
   int jobs = usable_cores();
+  bool every = false;
   bool fresh = false;
   bool json = false;
+
+  // Other lists than the pack's are only looked at.
+  [[nodiscard]] bool writes() const { return match.empty() && !every; }
 };
 
 struct Job {
@@ -43,7 +47,7 @@ struct Job {
 std::vector<Job> jobs_of(const PackFlags& flags) {
   std::vector<Job> jobs;
   for (const std::string& arch : flags.archs) {
-    for (cuda::PackEntry& entry : cuda::pack_list(arch)) {
+    for (cuda::PackEntry& entry : flags.every ? cuda::every_list(arch) : cuda::pack_list(arch)) {
       if (entry.name.find(flags.match) != std::string::npos)
         jobs.push_back({arch, std::move(entry), false, {}, {}});
     }
@@ -70,7 +74,7 @@ std::string version_of_compiler() {
 
 // What the pack that is there has already: a pack holds good kernels only, and its keys say of what.
 void reuse(const PackFlags& flags, const std::string& compiler, std::vector<Job>& jobs) {
-  if (flags.fresh || !flags.match.empty()) return;
+  if (flags.fresh || !flags.writes()) return;
   const cuda::Pack old(flags.out);
   if (old.compiler() != compiler) return;
   for (Job& job : jobs) {
@@ -157,7 +161,7 @@ int run_pack(const PackFlags& flags) {
   const std::string compiler = version_of_compiler();
   reuse(flags, compiler, jobs);
   const int compiled = compile_all(flags, jobs);
-  const bool write = flags.match.empty();
+  const bool write = flags.writes();
   if (write && compiled != 0) write_good(flags, jobs, compiler).or_throw();
 
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
@@ -174,8 +178,8 @@ int run_pack(const PackFlags& flags) {
     print_table(jobs);
     std::printf("\ntessera-pack: %zu kernels, %d compiled by NVRTC %s, %td bad, in %.1f s", jobs.size(),
                 compiled, compiler.c_str(), bad, took.count());
-    std::printf(write ? ": %s, %s\n" : "; nothing written, as --match was given\n", flags.out.c_str(),
-                bytes_text(bytes).c_str());
+    std::printf(write ? ": %s, %s\n" : "; nothing written, as --match or --every was given\n",
+                flags.out.c_str(), bytes_text(bytes).c_str());
   }
   return bad == 0 ? 0 : 1;
 }
@@ -187,6 +191,7 @@ int parse_and_run(int argc, char** argv) {
   app.add_option("--out", flags.out, "The pack; what it has already is not compiled again")
       ->capture_default_str();
   app.add_option("--match", flags.match, "Only kernels whose name has this; writes nothing");
+  app.add_flag("--every", flags.every, "All that can be chosen, not only what is packed; writes nothing");
   app.add_option("--jobs", flags.jobs, "Compilations at a time")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();

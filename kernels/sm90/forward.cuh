@@ -101,6 +101,10 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
 [[nodiscard]] __device__ constexpr int turn_of(int group) { return 1 + group; }
 [[nodiscard]] __device__ constexpr int meeting_of(int group) { return 5 + group; }
 
+// A warp's warpgroup and first row, worked out anew at every call.
+[[nodiscard]] __device__ __forceinline__ int group_again() { return ptx::warp_index_again() / 4; }
+[[nodiscard]] __device__ __forceinline__ int row_again() { return ptx::warp_index_again() * warp_rows; }
+
 template <class Tile>
 __device__ __forceinline__ void clear_rows(Tile& tile, int first_row, int group) {
   clear_rows<group_threads>(tile, first_row);
@@ -184,8 +188,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
                            : units == tile::Units::natural ? ptx::log2_e
                                                            : 1.0f;
-  // Registers beside those of s, p and o.
+  // Registers beside those of s, p and o. Where they are scarce, what can be found again is not kept.
   constexpr bool roomy = C.block_n / 2 + C.block_n / 4 + C.head_dim_v / 2 <= 160;
+  constexpr int widest = C.head_dim > C.head_dim_v ? C.head_dim : C.head_dim_v;
+  constexpr bool scarce = (widest > 96 && is_several(C.terms)) ||
+                          (widest > 128 && has(C.terms, Terms::softcap | Terms::dropout | Terms::wide_bias));
   const CapInExponent& cap = params.cap;
   // The warp is done with a buffer.
   const auto release = [](ptx::Barrier& empty) {
@@ -256,7 +263,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     };
     const int first_whole = (static_cast<unsigned>(whole.begin) + C.block_n - 1) / C.block_n,
               past_whole = static_cast<unsigned>(whole.end) / C.block_n;
-    using ScoreTerms = tile::ScoreTerms<C.type, C.terms>;
+    using ScoreTerms = tile::ScoreTerms<C.type, C.terms, scarce>;
     const ScoreTerms terms(params, sequence, b, h);
     QueryTile<C>& place = shared.queries[q.stage][group];
     const tile::PanelOperand q_operand(place.q);
@@ -294,7 +301,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     };
     const auto load_bias = [&](int block) {
       if constexpr (has(C.terms, Terms::bias)) {
-        terms.template load_bias<group_threads, true>(shared.bias[group], first_query + group * group_rows,
+        const int own = scarce ? group_again() : group;
+        terms.template load_bias<group_threads, true>(shared.bias[own], first_query + own * group_rows,
                                                       block * C.block_n);
         cute::cp_async_fence();
       }
@@ -303,9 +311,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const auto add_bias = [&](auto& scores, float scale, int block) {
       if constexpr (has(C.terms, Terms::bias)) {
         cute::cp_async_wait<0>();
-        ptx::meet(meeting_of(group), group_threads);
-        terms.add_bias(scores, scale, shared.bias[group], warp_row - group * group_rows);
-        ptx::meet(meeting_of(group), group_threads);
+        const int own = scarce ? group_again() : group;
+        ptx::meet(meeting_of(own), group_threads);
+        terms.add_bias(scores, scale, shared.bias[own], (scarce ? row_again() : warp_row) - own * group_rows);
+        if constexpr (scarce) ptx::settle(scores[0]);  // else this waits until the next bias is asked for
+        ptx::meet(meeting_of(own), group_threads);
         if (block > first_block) load_bias(block - 1);
       }
     };
@@ -334,7 +344,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       const int first_key = block * C.block_n;
       const bool partly = block < first_whole || block >= past_whole;
       const auto hide = [&] {
-        if (partly) tile::hide(s, mask.tile(first_query + warp_row, first_key));
+        if (partly) tile::hide(s, mask.tile(first_query + (scarce ? row_again() : warp_row), first_key));
       };
       const auto exponentiate = [&](const auto&... exponent_of) {
 #pragma unroll
@@ -371,7 +381,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
       if (!capped) {
         terms.template apply<by_keys>(
-            s, first_query + warp_row, first_key,
+            s, first_query + (scarce ? row_again() : warp_row), first_key,
             [&](auto& scores, float scale) { add_bias(scores, scale, block); }, [](int, int, float) {});
         hide();
         softmax.prepare(s, scale_log2, shrink);
@@ -384,9 +394,10 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const auto choose_kept = [&](int block) {
       if constexpr (has(C.terms, Terms::dropout)) {
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < shared.kept.parts; ++i)
-          terms.choose(shared.kept, i, first_query + warp_row, block * C.block_n);
+        constexpr int parts = decltype(shared.kept)::parts;
+#pragma unroll(scarce ? 2 : parts)
+        for (int i = 0; i < parts; ++i)
+          terms.choose(shared.kept, i, first_query + (scarce ? row_again() : warp_row), block * C.block_n);
         __syncwarp();
       }
     };
@@ -396,7 +407,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       for (int j = 0; j < n / 2; ++j) tile::as_operand<C.type>(p[j], s[0], j);
     };
 
-    ptx::wait(shared.q_there[q.stage][group].full, q.parity);
+    ptx::wait(shared.q_there[q.stage][scarce ? group_again() : group].full, q.parity);
     if ((params.packed() || params.seqused_q != nullptr) && queries < (group + 1) * group_rows)
       clear_rows(place.q, max(0, queries - group * group_rows), group);
     skip(tile_past_block - past_block);
@@ -467,10 +478,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       schedule.next();
       next = schedule.work();
     }
-    skip(first_block - tile_first_block);
-    release_queries();  // where there were no keys
     // Where registers are scarce, what only the end needs is found again.
-    finish<C>(all, early ? work : schedule.work_again(), group, place, softmax, acc_o);
+    const ForwardWork same = scarce ? schedule.work_again() : work;
+    skip(first_block - same.first_block);
+    release_queries();  // where there were no keys
+    finish<C>(all, early || scarce ? same : schedule.work_again(), group, place, softmax, acc_o);
     if constexpr (!early) {
       schedule.next();
       next = schedule.work();

@@ -16,8 +16,8 @@ enum class Orientation { queries_by_keys, keys_by_queries };
 struct Element {
   int row, col;
 };
-[[nodiscard]] __device__ __forceinline__ Element element(int i, int j, int e) {
-  const int lane = threadIdx.x % 32;
+[[nodiscard]] __device__ __forceinline__ Element element(int i, int j, int e, unsigned thread = threadIdx.x) {
+  const int lane = thread % 32;
   return {i * 16 + lane / 4 + e / 2 * 8, j * 8 + lane % 4 * 2 + e % 2};
 }
 
@@ -134,8 +134,9 @@ template <int m>
   return __all_sync(~0u, all);
 }
 
-// The terms of one (batch, head) that a block works on.
-template <Half type, Terms kind>
+// The terms of one (batch, head) that a block works on. scarce: registers are. Then scores are made in parts,
+// one after the other, and what can be found again is not kept from block to block.
+template <Half type, Terms kind, bool scarce = false>
 struct ScoreTerms {
   static constexpr Units units = units_of(kind);
   static constexpr float unit = units == Units::natural ? 1.0f : ptx::log2_e;
@@ -151,6 +152,11 @@ struct ScoreTerms {
   __device__ ScoreTerms(const AttentionParams& p, const SequenceArg& sequence, int batch_index, int head)
       : params(p), b(batch_index), h(head), seqlen_q(sequence.seqlen_q), seqlen_k(sequence.seqlen_k) {}
 
+  // Of the lane.
+  [[nodiscard]] static __device__ __forceinline__ Element first_element() {
+    return scarce ? element(0, 0, 0, ptx::thread_index()) : element(0, 0, 0);
+  }
+
   // Before q k^T is added to s.
   template <Orientation orientation, int m, int n>
   __device__ __forceinline__ void start(FragmentC (&s)[m][n], int first_query, int first_key) const {
@@ -160,13 +166,21 @@ struct ScoreTerms {
   }
 
   // s, q k^T and what it began with, becomes the score. add_bias(s, scale): makes it scale * s + bias.
-  // derivative(j, e, x) hears the derivative of softcap, of one row of tiles: who listens has m = 1.
+  // derivative(j, e, x) hears the derivative of softcap, of one row of tiles: who listens has m = 1, and is
+  // not scarce.
   template <Orientation orientation, int m, int n, class AddBias, class Derivative>
   __device__ __forceinline__ void apply(FragmentC (&s)[m][n], int first_query, int first_key,
                                         const AddBias& add_bias, const Derivative& derivative) const {
     if constexpr (has(kind, Terms::softcap)) {
 #pragma unroll
-      for (int i = 0; i < m; ++i) cap(s[i], derivative);
+      for (int i = 0; i < m; ++i) {
+        if constexpr (scarce) {
+#pragma unroll
+          for (int j = 0; j < n; j += 2) cap(reinterpret_cast<FragmentC(&)[2]>(s[i][j]), derivative);
+        } else {
+          cap(s[i], derivative);
+        }
+      }
     } else if constexpr (units == Units::log2) {
 #pragma unroll
       for (int i = 0; i < m; ++i) {
@@ -185,7 +199,8 @@ struct ScoreTerms {
   // softcap * tanh(softmax_scale * s / softcap), in the score's units.
   template <int n, class Derivative>
   __device__ __forceinline__ void cap(FragmentC (&s)[n], const Derivative& derivative) const {
-    const float inner = params.scale / params.softcap, outer = params.softcap * unit;
+    const float inner = scarce ? params.cap.inner : params.scale / params.softcap,
+                outer = params.softcap * unit;
     float most = 0.0f;
 #pragma unroll
     for (int j = 0; j < n; ++j) {
@@ -231,7 +246,7 @@ struct ScoreTerms {
     constexpr bool by_keys = orientation == Orientation::queries_by_keys;
     const float slope = params.alibi_slopes[b * params.alibi_batch + h * params.alibi_head] * times;
     // The lane's own part of the distance is added once, the rest is a constant.
-    const Element corner = element(0, 0, 0);
+    const Element corner = first_element();
     const int lane_part = by_keys ? corner.row - corner.col : corner.col - corner.row;
     const float own =
         static_cast<float>(first_query - first_key + lane_part) + static_cast<float>(seqlen_k - seqlen_q);
@@ -289,7 +304,7 @@ struct ScoreTerms {
   template <int m, int n, class Tile>
   __device__ __forceinline__ void add_bias(FragmentC (&s)[m][n], float scale, Tile& tile, int row) const {
     if constexpr (wide_bias) {
-      const auto [at, col] = element(0, 0, 0);
+      const auto [at, col] = first_element();
       const unsigned first = ptx::opaque(ptx::shared_address(tile.at(row + at, col / 4)) + col % 4 * 4);
 #pragma unroll
       for (int i = 0; i < m; ++i) {
@@ -303,6 +318,7 @@ struct ScoreTerms {
             s[i][j][half * 2] = fmaf(s[i][j][half * 2], scale, pair.x);
             s[i][j][half * 2 + 1] = fmaf(s[i][j][half * 2 + 1], scale, pair.y);
           }
+          if (scarce && j % 2 == 1) __syncwarp();  // no load passes it
         }
       }
     } else {

@@ -31,6 +31,11 @@ enum class Terms : unsigned char {
 [[nodiscard]] constexpr Terms without(Terms terms, Terms one) {
   return static_cast<Terms>(static_cast<int>(terms) & ~static_cast<int>(one));
 }
+// Whether they are more than one.
+[[nodiscard]] constexpr bool is_several(Terms terms) {
+  const int bits = static_cast<int>(without(terms, Terms::wide_bias));
+  return (bits & (bits - 1)) != 0;
+}
 
 struct ForwardConfig {
   Half type;

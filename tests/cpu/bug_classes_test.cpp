@@ -52,7 +52,7 @@ TEST(BugClasses, EveryFixedCaseHasATest) {
   for (const auto& [name, c] : fixed_cases()) {
     bool known = false;
     for (const char* prefix : {"empty_", "tiny", "tall_", "wide_", "one_", "length_", "head_dim_",
-                               "qkv_192_128", "value_", "magnitude_", "mean_",    "softcap_", "bias_", "poison_",
+                               "qkv_192_128", "value_", "magnitude_", "mean_", "softcap_", "bias_", "poison_",
                                "strides_", "window_", "dropout_", "packed_", "everything"}) {
       known = known || name.starts_with(prefix);
     }

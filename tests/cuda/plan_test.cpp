@@ -234,6 +234,19 @@ TEST(Plan, NamesAreIdentifiersAndInTheirPrograms) {
   }
 }
 
+// What is packed is among it, but for the kernels that are compiled for a type only.
+TEST(Plan, EveryListHasWhatIsPackedAndMore) {
+  for (const char* arch : {"sm_80", "sm_86", "sm_89", "sm_90a"}) {
+    std::set<std::string> names;
+    for (const PackEntry& entry : every_list(arch))
+      EXPECT_TRUE(names.insert(entry.name).second) << entry.name;
+    std::size_t packed = 0;
+    for (const PackEntry& entry : pack_list(arch)) packed += names.count(entry.name);
+    EXPECT_EQ(packed, pack_list(arch).size() - 11) << arch;
+    EXPECT_GT(names.size(), 20 * packed) << arch;
+  }
+}
+
 // A warp a row of a head.
 TEST(Plan, MergeHasAWarpForEveryRow) {
   Problem p = problem_of(3, 5, 7, 64);

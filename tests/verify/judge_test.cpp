@@ -194,7 +194,7 @@ TEST(Case, RandomCasesAreValidAndReachEveryOption) {
         "sinks_dtype",  "dropout_p",     "offset",     "lse",         "dlse",         "dbias",
         "dsinks",       "deterministic", "q_layout",   "k_layout",    "v_layout",     "o_layout",
         "dout_layout",  "dq_layout",     "dk_layout",  "dv_layout",   "lse_layout",   "bias_layout",
-        "dbias_layout", "magnitude",     "mean",       "threads",    "num_heads_k", "combined"}) {
+        "dbias_layout", "magnitude",     "mean",       "threads",     "num_heads_k",  "combined"}) {
     EXPECT_GE(reached[option], 1) << option;
   }
 }

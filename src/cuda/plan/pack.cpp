@@ -1,5 +1,7 @@
 #include "cuda/plan/pack.h"
 
+#include <set>
+
 #include "cuda/plan/plan.h"
 
 namespace tessera::cuda {
@@ -62,6 +64,43 @@ void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half t
   add(128, few, Stored::float8);
 }
 
+// Every kernel of a type and tiles of these widths.
+template <class Add>
+void visit_every(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, const Add& add) {
+  constexpr int all_terms = 64;
+  for (int bits = 0; bits < all_terms; ++bits) {
+    const auto terms = static_cast<Terms>(bits);
+    const bool wide = has(terms, Terms::wide_bias);
+    if (wide && !has(terms, Terms::bias)) continue;
+    if (limits.arch == 90) {
+      add(sm90_forward_config(type, head_dim, head_dim_v, terms));
+      for (const bool ordered : {false, true}) {
+        if (!wide) add(sm90_backward_config(type, head_dim, head_dim_v, terms, ordered));
+      }
+    }
+    for (const bool aligned : {true, false}) {
+      add(forward_config(limits, type, head_dim, head_dim_v, terms, aligned));
+      if (!wide) add(backward_config(limits, type, head_dim, head_dim_v, terms, aligned));
+      if (!wide && has(terms, Terms::bias))
+        add(dbias_config(limits, type, head_dim, head_dim_v, terms, aligned));
+    }
+  }
+  for (const Stored stored : {Stored::half, Stored::float8, Stored::int8}) {
+    for (const int rows : {8, 16, 32}) {
+      for (const bool aligned : {true, false}) {
+        DecodeConfig config = decode_config(limits, type, head_dim, head_dim_v, rows, aligned, stored);
+        add(config);
+        add(alone(limits, config));
+        for (const int cluster : {2, 4, 8}) {
+          if (limits.arch != 90 || config.levels == 0) continue;
+          config.cluster = cluster;
+          add(config);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<PackEntry> pack_list(std::string_view arch) {
@@ -89,6 +128,21 @@ std::vector<PackEntry> pack_list(std::string_view arch) {
       list.push_back(
           entry(forward_config(limits, type, head_dim, head_dim, Terms::bias | Terms::wide_bias, true)));
       list.push_back(entry(dbias_config(limits, type, head_dim, head_dim, Terms::bias, true)));
+    }
+  }
+  return list;
+}
+
+std::vector<PackEntry> every_list(std::string_view arch) {
+  std::vector<PackEntry> list;
+  std::set<std::string> names;
+  for (const Half type : {Half::bfloat16, Half::float16}) {
+    for (const int head_dim : {64, 96, 128, 192, 256}) {
+      for (const int head_dim_v : {64, 96, 128, 192, 256}) {
+        visit_every(limits_of(arch), type, head_dim, head_dim_v, [&](const auto& config) {
+          if (names.insert(kernel_name(config)).second) list.push_back(entry(config));
+        });
+      }
     }
   }
   return list;

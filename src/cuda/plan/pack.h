@@ -14,5 +14,7 @@ struct PackEntry {
 };
 
 [[nodiscard]] std::vector<PackEntry> pack_list(std::string_view arch);
+// Every kernel that the plan can choose, for a look at what is not in the pack: thousands.
+[[nodiscard]] std::vector<PackEntry> every_list(std::string_view arch);
 
 }  // namespace tessera::cuda
