@@ -1,14 +1,15 @@
 // Decode: a few queries of each sequence against its cache, which is read once.
 //
-// First k_new and v_new are appended (append-inl.h). Then a task is (sequence, some key heads, split of the
-// keys): all query heads that share a key head are rows of one tile, query by query, so that no other task
-// reads those keys (core/split.h; many rows are cut into blocks of task_rows). A sequence of several splits
-// leaves acc_o, maximum and sum of each in the workspace, and a last pass merges them.
+// First k_new and v_new are appended (append-inl.h). Then a task is (sequence, some key heads, some splits of
+// the keys): all query heads that share a key head are rows of one tile, query by query, so that no other
+// task reads those keys (core/split.h; many rows are cut into blocks of task_rows). A sequence of several
+// splits leaves acc_o, maximum and sum of each in the workspace, and a last pass merges them.
 //
 // Few rows stream: k and v are read row by row where they lie, by way of pointers, so that a page may have
 // any size; converting and packing them for a matmul would cost more than the products. Key heads that lie
 // side by side are taken together, block of keys by block of keys: memory then goes by in one piece, which is
-// twice as fast as rows at a distance. Many rows take forward's way.
+// twice as fast as rows at a distance. So are splits, one after another: the first block of a task is the one
+// that nobody has called for. Many rows take forward's way.
 #pragma once
 
 #include "core/split.h"
@@ -37,7 +38,7 @@ struct DecodeCut {
   Splits splits;
   std::int64_t most_splits;  // of such a sequence, whatever its keys: what the workspace has room for
 
-  [[nodiscard]] std::int64_t tasks() const { return splits.count * row_blocks; }  // of a key head
+  [[nodiscard]] std::int64_t pieces() const { return splits.count * row_blocks; }  // of a key head
 };
 
 HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
@@ -59,17 +60,29 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
   return cut;
 }
 
-// Key heads of a task of this sequence. They change the order of the work, and no result. tasks_of_head is
-// how many tasks the call would have with one key head.
-HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, const DecodeCut& cut,
-                                          std::int64_t tasks_of_head, int threads) {
-  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
-  if (!adjacent || cut.rows > few_rows) return 1;
-  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / std::max<std::int64_t>(cut.rows, 1));
-  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
-    heads = (heads + 1) / 2;
-  return heads;
-}
+// What a task of a sequence takes of it at most. It changes the order of the work, and no result.
+struct DecodeShare {
+  std::int64_t heads, splits;
+
+  // pieces is how many the call has of one key head: there have to be tasks enough for the threads.
+  static DecodeShare of(const Problem& problem, const DecodeCut& cut, std::int64_t pieces, int threads) {
+    const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
+    if (!adjacent || cut.rows > few_rows) return {1, 1};
+    std::int64_t heads =
+        std::min(problem.num_heads_k, stream_task_rows / std::max<std::int64_t>(cut.rows, 1));
+    while (heads > 1 && pieces * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
+      heads = (heads + 1) / 2;
+    const std::int64_t tasks = pieces * ((problem.num_heads_k + heads - 1) / heads);
+    return {heads,
+            std::clamp<std::int64_t>(tasks / (8 * static_cast<std::int64_t>(threads)), 1, cut.splits.count)};
+  }
+  [[nodiscard]] std::int64_t tasks_of_head(const DecodeCut& cut) const {
+    return (cut.splits.count + splits - 1) / splits * cut.row_blocks;
+  }
+  [[nodiscard]] std::int64_t tasks(const Problem& problem, const DecodeCut& cut) const {
+    return (problem.num_heads_k + heads - 1) / heads * tasks_of_head(cut);
+  }
+};
 
 // One thread's arrays.
 struct DecodeScratch : ForwardScratch {
@@ -197,9 +210,10 @@ struct DecodeWork {
   const DecodeLayout& layout;
   Sequence sequence;
   DecodeCut cut;
-  std::int64_t b, split;
-  BasicRange<std::int64_t> kv_heads;
-  Range rows, keys;  // rows of each key head
+  std::int64_t b;
+  BasicRange<std::int64_t> kv_heads, splits;
+  Range rows;       // of each key head
+  Range keys = {};  // that some of the rows see, of all its splits
 
   [[nodiscard]] TaskRows task(std::int64_t kv_head) const {
     return {problem, sequence, b, kv_head * problem.group_size, problem.group_size};
@@ -290,6 +304,22 @@ template <class T>
 using Products =
     std::conditional_t<TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>, DotProducts, FloatProducts<T>>;
 
+// The results of one key head: o and lse, or its part of them.
+HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t kv_head,
+                              std::int64_t split) {
+  if (work.cut.splits.count == 1) return finish_rows(work.task(kv_head), scratch, work.rows);
+  const DecodeLayout& layout = work.layout;
+  const std::int64_t dim = work.problem.head_dim_v;
+  const std::int64_t to = layout.first_partial[work.b] +
+                          (split * work.problem.num_heads_k + kv_head) * work.cut.rows + work.rows.begin;
+  for (std::int64_t r = 0; r < work.rows.size(); ++r) {
+    std::memcpy(layout.o_partial + (to + r) * dim, scratch.acc_o + r * scratch.value_cols,
+                static_cast<std::size_t>(dim) * sizeof(float));
+    layout.max_partial[to + r] = scratch.row_max[r];
+    layout.sum_partial[to + r] = sum_of(load(scratch.row_sum + r * lanes));
+  }
+}
+
 // The softmax of one head's block, in place, and o scaled by what it makes of the maxima.
 HWY_NOINLINE void stream_softmax(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t h,
                                  const Few& few, std::int64_t key, Range cols) {
@@ -299,9 +329,20 @@ HWY_NOINLINE void stream_softmax(const DecodeWork& work, const DecodeScratch& sc
   for (std::int64_t r = 0; r < few.rows; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, part.alpha[r]);
 }
 
-// Key heads that lie side by side: block by block, first the scores of all of them, then the values.
-// Meanwhile the block's values and then the next block's keys are called for. Where float8 rows would be
-// converted more than once, which costs, they are converted before.
+// The state of all rows that stream, before and after a split.
+HWY_NOINLINE void start_split(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t split) {
+  for (std::int64_t h = 0; h < work.kv_heads.size(); ++h) {
+    start_rows(work.task(work.kv_heads.begin + h), scratch.from(h * work.cut.rows), work.rows, split == 0, 1);
+  }
+}
+HWY_NOINLINE void finish_split(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t split) {
+  for (std::int64_t h = 0; h < work.kv_heads.size(); ++h)
+    finish_head(work, scratch.from(h * work.cut.rows), work.kv_heads.begin + h, split);
+}
+
+// Key heads that lie side by side, without a row to spare: block by block, first the scores of all of them,
+// then the values. Meanwhile the block's values and then the next block's keys are called for. Where float8
+// rows would be converted more than once, which costs, they are converted before.
 template <class T>
 HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& scratch) {
   constexpr bool costly = std::is_same_v<T, float8_e4m3fn>;
@@ -342,7 +383,16 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
       Products<T>::load_query(task, r, few_of(h).q + r * scratch.depth_ld, scratch.depth_ld);
   }
   const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
+  std::int64_t split = work.splits.begin;
+  start_split(work, scratch, split);
+  const auto finish = [&] {
+    for (std::int64_t r = 0; r < heads * rows; ++r)
+      Products<T>::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
+    finish_split(work, scratch, split);
+    if (++split < work.splits.end) start_split(work, scratch, split);
+  };
   for (; !block.empty(); side = 1 - side) {
+    while (block.begin >= (split + 1) * work.cut.splits.keys) finish();
     const Range next_block = block_at(block.begin + stream_block);
     find(next_block, 1 - side);
     const Range cols = columns_of(seen, block);
@@ -372,8 +422,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     }
     block = next_block;
   }
-  for (std::int64_t r = 0; r < heads * rows; ++r)
-    Products<T>::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
+  while (split < work.splits.end) finish();
 }
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
@@ -427,24 +476,9 @@ HWY_NOINLINE void multiply_task(const TaskRows& task, const DecodeScratch& scrat
   }
 }
 
-// The results of one key head: o and lse, or its part of them.
-HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t kv_head) {
-  if (work.cut.splits.count == 1) return finish_rows(work.task(kv_head), scratch, work.rows);
-  const DecodeLayout& layout = work.layout;
-  const std::int64_t dim = work.problem.head_dim_v;
-  const std::int64_t to = layout.first_partial[work.b] +
-                          (work.split * work.problem.num_heads_k + kv_head) * work.cut.rows + work.rows.begin;
-  for (std::int64_t r = 0; r < work.rows.size(); ++r) {
-    std::memcpy(layout.o_partial + (to + r) * dim, scratch.acc_o + r * scratch.value_cols,
-                static_cast<std::size_t>(dim) * sizeof(float));
-    layout.max_partial[to + r] = scratch.row_max[r];
-    layout.sum_partial[to + r] = sum_of(load(scratch.row_sum + r * lanes));
-  }
-}
-
 HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout,
                               const DecodeScratch& scratch, const BlockTasks::Task& index,
-                              std::int64_t tasks_of_head, int threads) {
+                              std::int64_t pieces, int threads) {
   const std::int64_t b = index.b;
   const Sequence sequence = sequence_or_rest(problem, b);
   if (b == problem.batch) {  // rows that belong to no sequence
@@ -453,31 +487,27 @@ HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout
     return;
   }
   const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
-  const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
-  const std::int64_t first_head = index.block / cut.tasks() * heads, of_head = index.block % cut.tasks();
-  const BasicRange<std::int64_t> kv_heads{first_head, std::min(first_head + heads, problem.num_heads_k)};
-  const std::int64_t split = of_head / cut.row_blocks;
-  const std::int64_t first = of_head % cut.row_blocks * layout.task_rows;
-  DecodeWork work{problem, layout, sequence, cut, b, split, kv_heads, {}, {}};
-  work.rows = {first, std::min(first + layout.task_rows, cut.rows)};
-  const Range seen = work.task(kv_heads.begin).keys_of_any(work.rows);
-  work.keys = {std::max<long long>(seen.begin, split * cut.splits.keys),
-               std::min<long long>(seen.end, (split + 1) * cut.splits.keys)};
-  if (cut.rows > few_rows) {
-    for (std::int64_t h = kv_heads.begin; h < kv_heads.end; ++h) {
-      const TaskRows task = work.task(h);
-      start_rows(task, scratch, work.rows, split == 0);
-      if (!work.keys.empty()) multiply_task(task, scratch, work.rows, work.keys, h);
-      finish_head(work, scratch, h);
-    }
-    return;
-  }
-  // Heads lie side by side, without a row to spare.
-  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
-    start_rows(work.task(kv_heads.begin + h), scratch.from(h * cut.rows), work.rows, split == 0, 1);
-  if (!work.keys.empty()) stream_task(work, scratch);
-  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
-    finish_head(work, scratch.from(h * cut.rows), kv_heads.begin + h);
+  const DecodeShare share = DecodeShare::of(problem, cut, pieces, threads);
+  const std::int64_t tasks_of_head = share.tasks_of_head(cut), of_head = index.block % tasks_of_head;
+  const std::int64_t head = index.block / tasks_of_head * share.heads;
+  const std::int64_t split = of_head / cut.row_blocks * share.splits;
+  const std::int64_t row = of_head % cut.row_blocks * layout.task_rows;
+  DecodeWork work{problem,
+                  layout,
+                  sequence,
+                  cut,
+                  b,
+                  {head, std::min(head + share.heads, problem.num_heads_k)},
+                  {split, std::min<std::int64_t>(split + share.splits, cut.splits.count)},
+                  {row, std::min(row + layout.task_rows, cut.rows)}};
+  const Range seen = work.task(head).keys_of_any(work.rows);
+  work.keys = {std::max<long long>(seen.begin, work.splits.begin * cut.splits.keys),
+               std::min<long long>(seen.end, work.splits.end * cut.splits.keys)};
+  if (cut.rows <= few_rows) return stream_task(work, scratch);
+  const TaskRows task = work.task(head);
+  start_rows(task, scratch, work.rows, split == 0);
+  if (!work.keys.empty()) multiply_task(task, scratch, work.rows, work.keys, head);
+  finish_head(work, scratch, head, split);
 }
 
 // The splits of one sequence and key head, merged in their order.
@@ -527,24 +557,23 @@ HWY_NOINLINE void decode(const Problem& problem, int threads, void* workspace) {
     });
   }
   bool merge = false;
-  std::int64_t tasks_of_head = 0;
+  std::int64_t pieces = 0;  // of one key head
   for (std::int64_t b = 0; b < problem.batch; ++b) {
     const DecodeCut cut = decode_cut(problem, problem.sequence(b), layout.task_rows);
     merge = merge || cut.splits.count > 1;
-    tasks_of_head += cut.tasks();
+    pieces += cut.pieces();
   }
-  // Of a sequence, key heads times splits times row blocks; the rows that belong to none are one task.
+  // The rows that belong to no sequence are one task.
   std::int64_t b = 0;
   const auto tasks_of = [&](const Sequence& sequence) -> std::int64_t {
     if (b++ == problem.batch) return 1;
     const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
-    const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
-    return (problem.num_heads_k + heads - 1) / heads * cut.tasks();
+    return DecodeShare::of(problem, cut, pieces, threads).tasks(problem, cut);
   };
   const BlockTasks tasks(problem, 1, 1, layout.first_task, tasks_of);
   parallel_for(tasks.count(), threads, [&](std::int64_t index, int slot) {
     [[maybe_unused]] const Session session;
-    decode_task(problem, layout, scratch_of(slot), tasks.task(index), tasks_of_head, threads);
+    decode_task(problem, layout, scratch_of(slot), tasks.task(index), pieces, threads);
   });
   if (!merge) return;
   parallel_for(pairs, threads, [&](std::int64_t index, int slot) {
