@@ -73,10 +73,18 @@ HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t 
 }
 
 // Rows that will be wanted next, called for line by line between the products: all at once they would hold up
-// everything else, and some CPUs drop what is too much (NOTES.md).
+// everything else. Some CPUs drop what is too much (NOTES.md): there a line is called for again, up to
+// `again` bytes later, as far as the rows lie one after another. Where there is much to do for each line
+// (`pace`), little is dropped, and asking again costs more than it brings.
 struct Next {
+#if defined(TESSERA_CPU_AMX)
+  static constexpr std::ptrdiff_t again = 0;
+#else
+  static constexpr std::ptrdiff_t again = 48 * 64;
+#endif
   const void* const* rows = nullptr;
   std::int64_t count = 0, bytes = 0;
+  const char* begin = nullptr;  // of the rows that lie one after another
   const char* line = nullptr;
   const char* end = nullptr;
   int pace = 1, wait = 1;  // one call of `pace` fetches, the others wait
@@ -92,10 +100,17 @@ struct Next {
       if (line >= end) {
         if (count == 0) return;
         line = static_cast<const char*>(*rows++);
+        if (line != end) begin = line;
         end = line + bytes;
         --count;
       }
       __builtin_prefetch(line, 0, 2);
+      if (again > 0 && pace == 1) {
+        const std::ptrdiff_t back = std::min(line - begin, again);
+        __builtin_prefetch(line - back, 0, 2);
+        __builtin_prefetch(line - (back >> 1), 0, 2);
+        __builtin_prefetch(line - (back >> 2), 0, 2);
+      }
       line += 64;
     }
   }
