@@ -14,8 +14,8 @@
 
 #include "core/split.h"
 #include "cpu/append-inl.h"
+#include "cpu/few-inl.h"
 #include "cpu/forward-inl.h"
-#include "cpu/stream-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
@@ -110,7 +110,6 @@ struct DecodeScratch : ForwardScratch {
   // Of the rows from `first` on, as they stream.
   [[nodiscard]] DecodeScratch from(std::int64_t first) const {
     DecodeScratch part = *this;
-    part.few_q += first * depth_ld;
     part.few_s += first * few_ld;
     part.value_cols = few_cols;
     part.acc_o = few_o + first * few_cols;
@@ -194,16 +193,6 @@ HWY_INLINE void find_rows(const Problem& problem, std::int64_t b, std::int64_t s
 
 // --- One task ----------------------------------------------------------------------------------------------
 
-HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {
-  const Problem& problem = task.problem;
-  with_type(problem.q.dtype, [&](auto* type) HWY_ATTR {
-    const auto* from = static_cast<decltype(type)>(problem.q.data) +
-                       problem.q.offset(task.b, task.sequence.q_begin + task.query(row), task.head(row));
-    row_to_float(from, problem.head_dim, to, ld);
-  });
-  if (problem.cache.rotates()) rotate_row(problem.cache, problem.query_position(task.b, task.query(row)), to);
-}
-
 // What a task does, for each of its key heads.
 struct DecodeWork {
   const Problem& problem;
@@ -238,72 +227,6 @@ HWY_NOINLINE const void* const* widen_rows(const DecodeScratch& scratch, const v
   return scratch.wide_rows;
 }
 
-// The rows of one key head that stream, with q and p as floats.
-struct Few {
-  float *q, *s, *o;
-  std::int64_t q_ld, s_ld, o_ld, rows;
-};
-
-// Those rows against rows of the cache as T: s = q kᵀ of the first `keys` keys, and o += p v.
-template <class T>
-struct FloatProducts {
-  static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {
-    cpu::TESSERA_CPU_KERNEL::load_query(task, row, to, ld);
-  }
-  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      constexpr int width = stream_width(count);
-      stream_scores<count, width, T>(few.q + r * few.q_ld, few.q_ld, k_rows, offset, keys, dim,
-                                     few.s + r * few.s_ld, few.s_ld, next);
-    });
-  }
-  static HWY_INLINE void before_values(const Few& /*few*/, std::int64_t /*keys*/) {}
-  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      stream_values<count, T>(few.s + r * few.s_ld, few.s_ld, v_rows, offset, keys, dim, few.o + r * few.o_ld,
-                              few.o_ld, next);
-    });
-  }
-  static HWY_INLINE void after_values(float* /*row*/, std::int64_t /*dim*/) {}
-};
-
-// The same with dot products: q and p become bfloat16, in the place of the floats.
-struct DotProducts {
-  static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t /*ld*/) {
-    const std::int64_t dim = task.problem.head_dim, rounded = round_up(dim, lanes);
-    cpu::TESSERA_CPU_KERNEL::load_query(task, row, to, rounded);
-    round_row(to, rounded);
-    zero_row(cells(to) + rounded, round_up(dim, cell_step) - rounded);
-  }
-  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      dot_scores<count>(cells(few.q + r * few.q_ld), 2 * few.q_ld, k_rows, offset, keys, dim,
-                        few.s + r * few.s_ld, few.s_ld, next);
-    });
-  }
-  static HWY_INLINE void before_values(const Few& few, std::int64_t keys) {
-    for (std::int64_t r = 0; r < few.rows; ++r) round_row(few.s + r * few.s_ld, round_up(keys, lanes));
-  }
-  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      dot_values<count>(cells(few.s + r * few.s_ld), 2 * few.s_ld, v_rows, offset, keys, dim,
-                        few.o + r * few.o_ld, few.o_ld, next);
-    });
-  }
-  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
-
- private:
-  static HWY_INLINE bfloat16* cells(float* row) { return reinterpret_cast<bfloat16*>(row); }
-};
-
-template <class T>
-using Products =
-    std::conditional_t<TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>, DotProducts, FloatProducts<T>>;
-
 // The results of one key head: o and lse, or its part of them.
 HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t kv_head,
                               std::int64_t split) {
@@ -321,10 +244,12 @@ HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scrat
 }
 
 // The softmax of one head's block, in place, and o scaled by what it makes of the maxima.
+template <class P>
 HWY_NOINLINE void stream_softmax(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t h,
                                  const Few& few, std::int64_t key, Range cols) {
   const DecodeScratch part = scratch.from(h * few.rows);
-  softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, few.s, few.s_ld, work.rows, 0, key, cols,
+  softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, reinterpret_cast<P*>(few.s),
+               few.s_ld * static_cast<std::int64_t>(sizeof(float) / sizeof(P)), work.rows, 0, key, cols,
                [](std::int64_t) {});
   for (std::int64_t r = 0; r < few.rows; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, part.alpha[r]);
 }
@@ -343,7 +268,7 @@ HWY_NOINLINE void finish_split(const DecodeWork& work, const DecodeScratch& scra
 // Key heads that lie side by side, without a row to spare: block by block, first the scores of all of them,
 // then the values. Meanwhile the block's values and then the next block's keys are called for. Where float8
 // rows would be converted more than once, which costs, they are converted before.
-template <class T>
+template <class T, class Products>
 HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& scratch) {
   constexpr bool costly = std::is_same_v<T, float8_e4m3fn>;
   constexpr std::int64_t size = sizeof(T);
@@ -351,11 +276,11 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   const std::int64_t rows = work.rows.size(), heads = work.kv_heads.size();
   const std::int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
   const bool widened = costly && rows > stream_rows;
-  // Each group of rows passes over a head's keys and values: lines are called for with all of the passes.
-  const std::int64_t groups = widened ? 1 : (rows + stream_rows - 1) / stream_rows;
+  const std::int64_t score_passes = widened ? 1 : Products::passes_of_scores(rows);
+  const std::int64_t value_passes = widened ? 1 : Products::passes_of_values(rows);
   const auto few_of = [&](std::int64_t h) {
     const std::int64_t first = h * rows;
-    return Few{scratch.few_q + first * scratch.depth_ld,
+    return Few{scratch.few_q + h * Products::q_rows(rows) * scratch.depth_ld,
                scratch.few_s + first * DecodeScratch::few_ld,
                scratch.few_o + first * scratch.few_cols,
                scratch.depth_ld,
@@ -371,23 +296,20 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
               scratch.k_rows[side], scratch.v_rows[side]);
   };
   const auto next_keys = [&](Range block, int side) {
-    return Next(scratch.k_rows[side], block.size(), heads * dim * size, groups);
+    return Next(scratch.k_rows[side], block.size(), heads * dim * size, rows, value_passes);
   };
   int side = 0;
   Range block = block_at(work.keys.begin / stream_block * stream_block);
   find(block, side);
   next_keys(block, side).fetch_all();
-  for (std::int64_t h = 0; h < heads; ++h) {
-    const TaskRows task = work.task(work.kv_heads.begin + h);
-    for (std::int64_t r = 0; r < rows; ++r)
-      Products<T>::load_query(task, r, few_of(h).q + r * scratch.depth_ld, scratch.depth_ld);
-  }
+  for (std::int64_t h = 0; h < heads; ++h)
+    Products::load_queries(work.task(work.kv_heads.begin + h), few_of(h));
   const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
   std::int64_t split = work.splits.begin;
   start_split(work, scratch, split);
   const auto finish = [&] {
     for (std::int64_t r = 0; r < heads * rows; ++r)
-      Products<T>::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
+      Products::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
     finish_split(work, scratch, split);
     if (++split < work.splits.end) start_split(work, scratch, split);
   };
@@ -399,17 +321,17 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
     const void* const* k_rows = scratch.k_rows[side];
     const void* const* v_rows = scratch.v_rows[side];
-    Next next(v_rows, block.size(), heads * dim_v * size, groups), none;
+    Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
     for (std::int64_t h = 0; h < heads; ++h) {
       const Few few = few_of(h);
       if (widened) {
         const void* const* wide = widen_rows<T>(scratch, k_rows, h * problem.k.head, end, dim, next);
         FloatProducts<float>::scores(few, wide, 0, end, dim, none);
       } else {
-        Products<T>::scores(few, k_rows, h * problem.k.head, end, dim, next);
+        Products::scores(few, k_rows, h * problem.k.head, end, dim, next);
       }
-      stream_softmax(work, scratch, h, few, block.begin, cols);
-      Products<T>::before_values(few, end);
+      stream_softmax<typename Products::P>(work, scratch, h, few, block.begin, cols);
+      Products::after_softmax(few, end);
     }
     next = next_keys(next_block, 1 - side);
     for (std::int64_t h = 0; h < heads; ++h) {
@@ -417,7 +339,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
         const void* const* wide = widen_rows<T>(scratch, v_rows, h * problem.v.head, end, dim_v, next);
         FloatProducts<float>::values(few_of(h), wide, 0, end, dim_v, none);
       } else {
-        Products<T>::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
+        Products::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
       }
     }
     block = next_block;
@@ -426,7 +348,9 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
 }
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
-    stream_task_as<std::remove_pointer_t<decltype(type)>>(work, scratch);
+    using T = std::remove_pointer_t<decltype(type)>;
+    constexpr bool dots = TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>;
+    stream_task_as<T, std::conditional_t<dots, DotProducts, FloatProducts<T>>>(work, scratch);
   });
 }
 
