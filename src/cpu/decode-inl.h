@@ -16,6 +16,9 @@
 #include "cpu/append-inl.h"
 #include "cpu/few-inl.h"
 #include "cpu/forward-inl.h"
+#if defined(TESSERA_CPU_AMX)
+#include "cpu/few-amx-inl.h"
+#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
@@ -27,6 +30,11 @@ constexpr std::int64_t stream_block = 64;  // keys; of all heads of a task, a pa
 constexpr std::int64_t stream_task_rows = 64;  // of all key heads of a task
 constexpr std::int64_t split_rows = 64;        // more are tasks enough: no automatic splits
 constexpr std::int64_t max_decode_rows = 256;  // of a task
+#if defined(TESSERA_CPU_AMX)
+constexpr std::int64_t few_col_unit = col_unit;
+#else
+constexpr std::int64_t few_col_unit = cell_step;
+#endif
 // A block's columns begin with its first key: so it is one unit of them.
 static_assert(forward_tiles.block_n % stream_block == 0 && stream_block == col_align);
 constexpr Splits::Rule split_rule{forward_tiles.block_n, 512, 64};
@@ -86,7 +94,7 @@ struct DecodeShare {
 
 // One thread's arrays.
 struct DecodeScratch : ForwardScratch {
-  float *few_q, *few_s, *few_o;  // of rows that stream
+  float *few_q, *few_s, *few_o;  // of rows that stream; q and s with room for tiles of them
   std::int64_t few_cols;         // of few_o
   const void **k_rows[2], **v_rows[2];
   float* wide;  // a block's rows of one head, and where they lie
@@ -95,9 +103,9 @@ struct DecodeScratch : ForwardScratch {
 
   DecodeScratch(Carver& carve, const Problem& problem, std::int64_t task_rows)
       : ForwardScratch(carve, problem, task_rows) {
-    few_q = carve.take<float>(stream_task_rows * depth_ld);
-    few_s = carve.take<float>(stream_task_rows * few_ld);
-    few_cols = round_up(problem.head_dim_v, cell_step);
+    few_q = carve.take<float>(2 * stream_task_rows * depth_ld);
+    few_s = carve.take<float>((stream_task_rows + few_rows) * few_ld);
+    few_cols = round_up(problem.head_dim_v, few_col_unit);
     few_o = carve.take<float>(stream_task_rows * few_cols);
     for (int i = 0; i < 2; ++i) {
       k_rows[i] = carve.take<const void*>(stream_block + stream_keys);
@@ -298,6 +306,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   const auto next_keys = [&](Range block, int side) {
     return Next(scratch.k_rows[side], block.size(), heads * dim * size, rows, value_passes);
   };
+  [[maybe_unused]] const typename Products::State state(rows);
   int side = 0;
   Range block = block_at(work.keys.begin / stream_block * stream_block);
   find(block, side);
@@ -350,6 +359,12 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
   with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr bool dots = TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>;
+#if defined(TESSERA_CPU_AMX)
+    if constexpr (dots) {
+      if (work.rows.size() >= TileProducts::fewest_rows)
+        return stream_task_as<T, TileProducts>(work, scratch);
+    }
+#endif
     stream_task_as<T, std::conditional_t<dots, DotProducts, FloatProducts<T>>>(work, scratch);
   });
 }

@@ -30,6 +30,9 @@ HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, st
 template <class T>
 struct FloatProducts {
   using P = float;
+  struct State {  // of a task's thread
+    explicit State(std::int64_t /*rows*/) {}
+  };
   static std::int64_t q_rows(std::int64_t rows) { return rows; }  // that q takes
   static std::int64_t passes_of_scores(std::int64_t rows) { return (rows + stream_rows - 1) / stream_rows; }
   static std::int64_t passes_of_values(std::int64_t rows) { return passes_of_scores(rows); }
@@ -60,6 +63,7 @@ struct DotProducts {
   // In the place of s, of which a pair of vectors must have been read before one of p is stored there: where
   // it is four vectors instead (the emulation of AMX), p is rounded afterwards.
   using P = std::conditional_t<pair_distance == lanes, DotCell, float>;
+  using State = FloatProducts<float>::State;
   static std::int64_t q_rows(std::int64_t rows) { return rows; }
   static std::int64_t passes_of_scores(std::int64_t rows) {
     return in_quads(rows) ? (rows + 7) / 8 : (rows + stream_rows - 1) / stream_rows;
