@@ -77,10 +77,10 @@ HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t 
 // `again` bytes later, as far as the rows lie one after another. Where there is much to do for each line
 // (many rows of q), little is dropped, and asking again costs more than it brings.
 struct Next {
-#if defined(TESSERA_CPU_AMX)
-  static constexpr std::ptrdiff_t again = 0;
-#else
+#if HWY_CAP_GE512 && !defined(TESSERA_CPU_AMX)
   static constexpr std::ptrdiff_t again = 48 * 64;
+#else
+  static constexpr std::ptrdiff_t again = 0;
 #endif
   const void* const* rows = nullptr;
   std::int64_t count = 0, bytes = 0;
@@ -98,7 +98,7 @@ struct Next {
         count(row_count),
         bytes(row_bytes),
         pace(static_cast<int>(passes)),
-        insists(again > 0 && q_rows <= stream_rows) {}
+        insists(q_rows <= stream_rows) {}
 
   HWY_INLINE void fetch(int lines) {
     if (--wait > 0) return;
@@ -112,7 +112,7 @@ struct Next {
         --count;
       }
       __builtin_prefetch(line, 0, 2);
-      if (insists) {
+      if (again > 0 && insists) {
         const std::ptrdiff_t back = std::min(line - begin, again);
         __builtin_prefetch(line - back, 0, 2);
         __builtin_prefetch(line - (back >> 2), 0, 2);
