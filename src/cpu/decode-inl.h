@@ -257,7 +257,7 @@ HWY_NOINLINE void stream_softmax(const DecodeWork& work, const DecodeScratch& sc
                                  const Few& few, std::int64_t key, Range cols) {
   const DecodeScratch part = scratch.from(h * few.rows);
   softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, reinterpret_cast<P*>(few.s),
-               few.s_ld * static_cast<std::int64_t>(sizeof(float) / sizeof(P)), work.rows, 0, key, cols,
+               std::is_same_v<P, float> ? few.s_ld : 2 * few.s_ld, work.rows, 0, key, cols,
                [](std::int64_t) {});
   for (std::int64_t r = 0; r < few.rows; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, part.alpha[r]);
 }

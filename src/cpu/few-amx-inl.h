@@ -49,8 +49,9 @@ struct TileProducts {
       }
       tile::zero<5>();
       for (std::int64_t d = 0; d < depth; d += tile_depth) {
-        next.fetch(static_cast<int>(tile_rows));
+        next.fetch(static_cast<int>(tile_rows / 2));  // a line for each that is loaded
         tile::load<6>(k + d, stride);
+        next.fetch(static_cast<int>(tile_rows / 2));
         tile::load<7>(q + d * tile_cols, 64);
         tile::multiply_add<5, 6, 7>();
       }
