@@ -37,7 +37,10 @@ constexpr std::int64_t few_col_unit = cell_step;
 #endif
 // A block's columns begin with its first key: so it is one unit of them.
 static_assert(forward_tiles.block_n % stream_block == 0 && stream_block == col_align);
-constexpr Splits::Rule split_rule{forward_tiles.block_n, 512, 64};
+// The more rows, the more a split leaves behind to be merged.
+constexpr Splits::Rule split_rule(std::int64_t rows) {
+  return {forward_tiles.block_n, rows <= 4 ? 512 : 1024, 64};
+}
 static_assert(few_rows <= forward_tiles.tile_m && 512 % forward_tiles.block_n == 0);
 
 struct DecodeCut {
@@ -63,8 +66,8 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
   cut.row_blocks = round_up(cut.rows, task_rows) / task_rows;
   const std::int64_t given = problem.cache.num_splits;
   const std::int64_t asked = given == 0 && cut.rows > split_rows ? 1 : given;
-  cut.splits = Splits::of(sequence.seqlen_k, asked, split_rule);
-  cut.most_splits = Splits::most(problem.max_seqlen_k, asked, split_rule);
+  cut.splits = Splits::of(sequence.seqlen_k, asked, split_rule(cut.rows));
+  cut.most_splits = Splits::most(problem.max_seqlen_k, asked, split_rule(cut.rows));
   return cut;
 }
 
