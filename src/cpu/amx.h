@@ -2,7 +2,7 @@
 // and the objects here are compiled without any. TESSERA_CPU_AMX_EMULATED replaces them by plain loops, so
 // that the kernel above them is tested on machines without AMX.
 //
-// Eight tile registers of 16 rows x 64 bytes.
+// Eight tile registers of 16 rows x 64 bytes; the first five may have fewer rows.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,20 @@ namespace tessera::cpu::tile {
 inline namespace emulated {
 
 inline thread_local float registers[8][16][16];
+inline thread_local int row_count[8] = {16, 16, 16, 16, 16, 16, 16, 16};
 
-class Configured {};
+class Configured {
+ public:
+  explicit Configured(std::int64_t rows = 16) { set(static_cast<int>(rows)); }
+  ~Configured() { set(16); }
+  Configured(const Configured&) = delete;
+  Configured& operator=(const Configured&) = delete;
+
+ private:
+  static void set(int rows) {
+    for (int i = 0; i < 5; ++i) row_count[i] = rows;
+  }
+};
 
 template <int tile>
 void zero() {
@@ -27,19 +39,20 @@ void zero() {
 }
 template <int tile>
 void load(const void* from, std::int64_t stride) {
-  for (int r = 0; r < 16; ++r)
+  for (int r = 0; r < row_count[tile]; ++r)
     std::memcpy(registers[tile][r], static_cast<const std::byte*>(from) + r * stride, 64);
 }
 template <int tile>
 void store(void* to, std::int64_t stride) {
-  for (int r = 0; r < 16; ++r) std::memcpy(static_cast<std::byte*>(to) + r * stride, registers[tile][r], 64);
+  for (int r = 0; r < row_count[tile]; ++r)
+    std::memcpy(static_cast<std::byte*>(to) + r * stride, registers[tile][r], 64);
 }
 template <int c, int a, int b>
 void multiply_add() {
   bfloat16 left[16][32], right[16][32];
   std::memcpy(left, registers[a], sizeof(left));
   std::memcpy(right, registers[b], sizeof(right));
-  for (int m = 0; m < 16; ++m) {
+  for (int m = 0; m < row_count[a]; ++m) {
     for (int k = 0; k < 32; ++k) {
       const float x = to_float(left[m][k]);
       for (int n = 0; n < 16; ++n) registers[c][m][n] += x * to_float(right[k / 2][2 * n + k % 2]);
@@ -55,12 +68,13 @@ inline namespace native {
 // every context switch longer.
 class Configured {
  public:
-  Configured() {
+  explicit Configured(std::int64_t rows = 16) {
     struct alignas(64) {
       std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
       std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } const config;
+    } config;
+    for (int i = 0; i < 5; ++i) config.rows[i] = static_cast<std::uint8_t>(rows);
     static_assert(sizeof(config) == 64);
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
   }

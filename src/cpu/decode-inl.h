@@ -1,20 +1,24 @@
 // Decode: a few queries of each sequence against its cache, which is read once.
 //
-// First k_new and v_new are appended (append-inl.h). Then a task is (sequence, some key heads, split of the
-// keys): all query heads that share a key head are rows of one tile, query by query, so that no other task
-// reads those keys (core/split.h; many rows are cut into blocks of task_rows). A sequence of several splits
-// leaves acc_o, maximum and sum of each in the workspace, and a last pass merges them.
+// First k_new and v_new are appended (append-inl.h). Then a task is (sequence, some key heads, some splits of
+// the keys): all query heads that share a key head are rows of one tile, query by query, so that no other
+// task reads those keys (core/split.h; many rows are cut into blocks of task_rows). A sequence of several
+// splits leaves acc_o, maximum and sum of each in the workspace, and a last pass merges them.
 //
 // Few rows stream: k and v are read row by row where they lie, by way of pointers, so that a page may have
 // any size; converting and packing them for a matmul would cost more than the products. Key heads that lie
 // side by side are taken together, block of keys by block of keys: memory then goes by in one piece, which is
-// twice as fast as rows at a distance. Many rows take forward's way.
+// twice as fast as rows at a distance. So are splits, one after another: the first block of a task is the one
+// that nobody has called for. Many rows take forward's way.
 #pragma once
 
 #include "core/split.h"
 #include "cpu/append-inl.h"
+#include "cpu/few-inl.h"
 #include "cpu/forward-inl.h"
-#include "cpu/stream-inl.h"
+#if defined(TESSERA_CPU_AMX)
+#include "cpu/few-amx-inl.h"
+#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
@@ -26,9 +30,17 @@ constexpr std::int64_t stream_block = 64;  // keys; of all heads of a task, a pa
 constexpr std::int64_t stream_task_rows = 64;  // of all key heads of a task
 constexpr std::int64_t split_rows = 64;        // more are tasks enough: no automatic splits
 constexpr std::int64_t max_decode_rows = 256;  // of a task
+#if defined(TESSERA_CPU_AMX)
+constexpr std::int64_t few_col_unit = col_unit;
+#else
+constexpr std::int64_t few_col_unit = cell_step;
+#endif
 // A block's columns begin with its first key: so it is one unit of them.
 static_assert(forward_tiles.block_n % stream_block == 0 && stream_block == col_align);
-constexpr Splits::Rule split_rule{forward_tiles.block_n, 512, 64};
+// The more rows, the more a split leaves behind to be merged.
+constexpr Splits::Rule split_rule(std::int64_t rows) {
+  return {forward_tiles.block_n, rows <= 4 ? 512 : 1024, 64};
+}
 static_assert(few_rows <= forward_tiles.tile_m && 512 % forward_tiles.block_n == 0);
 
 struct DecodeCut {
@@ -37,7 +49,7 @@ struct DecodeCut {
   Splits splits;
   std::int64_t most_splits;  // of such a sequence, whatever its keys: what the workspace has room for
 
-  [[nodiscard]] std::int64_t tasks() const { return splits.count * row_blocks; }  // of a key head
+  [[nodiscard]] std::int64_t pieces() const { return splits.count * row_blocks; }  // of a key head
 };
 
 HWY_INLINE std::int64_t decode_task_rows(const Problem& problem) {
@@ -54,26 +66,38 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
   cut.row_blocks = round_up(cut.rows, task_rows) / task_rows;
   const std::int64_t given = problem.cache.num_splits;
   const std::int64_t asked = given == 0 && cut.rows > split_rows ? 1 : given;
-  cut.splits = Splits::of(sequence.seqlen_k, asked, split_rule);
-  cut.most_splits = Splits::most(problem.max_seqlen_k, asked, split_rule);
+  cut.splits = Splits::of(sequence.seqlen_k, asked, split_rule(cut.rows));
+  cut.most_splits = Splits::most(problem.max_seqlen_k, asked, split_rule(cut.rows));
   return cut;
 }
 
-// Key heads of a task of this sequence. They change the order of the work, and no result. tasks_of_head is
-// how many tasks the call would have with one key head.
-HWY_INLINE std::int64_t decode_task_heads(const Problem& problem, const DecodeCut& cut,
-                                          std::int64_t tasks_of_head, int threads) {
-  const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
-  if (!adjacent || cut.rows > few_rows) return 1;
-  std::int64_t heads = std::min(problem.num_heads_k, stream_task_rows / std::max<std::int64_t>(cut.rows, 1));
-  while (heads > 1 && tasks_of_head * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
-    heads = (heads + 1) / 2;
-  return heads;
-}
+// What a task of a sequence takes of it at most. It changes the order of the work, and no result.
+struct DecodeShare {
+  std::int64_t heads, splits;
+
+  // pieces is how many the call has of one key head: there have to be tasks enough for the threads.
+  static DecodeShare of(const Problem& problem, const DecodeCut& cut, std::int64_t pieces, int threads) {
+    const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
+    if (!adjacent || cut.rows > few_rows) return {1, 1};
+    std::int64_t heads =
+        std::min(problem.num_heads_k, stream_task_rows / std::max<std::int64_t>(cut.rows, 1));
+    while (heads > 1 && pieces * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
+      heads = (heads + 1) / 2;
+    const std::int64_t tasks = pieces * ((problem.num_heads_k + heads - 1) / heads);
+    return {heads,
+            std::clamp<std::int64_t>(tasks / (8 * static_cast<std::int64_t>(threads)), 1, cut.splits.count)};
+  }
+  [[nodiscard]] std::int64_t tasks_of_head(const DecodeCut& cut) const {
+    return (cut.splits.count + splits - 1) / splits * cut.row_blocks;
+  }
+  [[nodiscard]] std::int64_t tasks(const Problem& problem, const DecodeCut& cut) const {
+    return (problem.num_heads_k + heads - 1) / heads * tasks_of_head(cut);
+  }
+};
 
 // One thread's arrays.
 struct DecodeScratch : ForwardScratch {
-  float *few_q, *few_s, *few_o;  // of rows that stream
+  float *few_q, *few_s, *few_o;  // of rows that stream; q and s with room for tiles of them
   std::int64_t few_cols;         // of few_o
   const void **k_rows[2], **v_rows[2];
   float* wide;  // a block's rows of one head, and where they lie
@@ -82,9 +106,9 @@ struct DecodeScratch : ForwardScratch {
 
   DecodeScratch(Carver& carve, const Problem& problem, std::int64_t task_rows)
       : ForwardScratch(carve, problem, task_rows) {
-    few_q = carve.take<float>(stream_task_rows * depth_ld);
-    few_s = carve.take<float>(stream_task_rows * few_ld);
-    few_cols = round_up(problem.head_dim_v, cell_step);
+    few_q = carve.take<float>(2 * stream_task_rows * depth_ld);
+    few_s = carve.take<float>((stream_task_rows + few_rows) * few_ld);
+    few_cols = round_up(problem.head_dim_v, few_col_unit);
     few_o = carve.take<float>(stream_task_rows * few_cols);
     for (int i = 0; i < 2; ++i) {
       k_rows[i] = carve.take<const void*>(stream_block + stream_keys);
@@ -97,7 +121,6 @@ struct DecodeScratch : ForwardScratch {
   // Of the rows from `first` on, as they stream.
   [[nodiscard]] DecodeScratch from(std::int64_t first) const {
     DecodeScratch part = *this;
-    part.few_q += first * depth_ld;
     part.few_s += first * few_ld;
     part.value_cols = few_cols;
     part.acc_o = few_o + first * few_cols;
@@ -181,25 +204,16 @@ HWY_INLINE void find_rows(const Problem& problem, std::int64_t b, std::int64_t s
 
 // --- One task ----------------------------------------------------------------------------------------------
 
-HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {
-  const Problem& problem = task.problem;
-  with_type(problem.q.dtype, [&](auto* type) HWY_ATTR {
-    const auto* from = static_cast<decltype(type)>(problem.q.data) +
-                       problem.q.offset(task.b, task.sequence.q_begin + task.query(row), task.head(row));
-    row_to_float(from, problem.head_dim, to, ld);
-  });
-  if (problem.cache.rotates()) rotate_row(problem.cache, problem.query_position(task.b, task.query(row)), to);
-}
-
 // What a task does, for each of its key heads.
 struct DecodeWork {
   const Problem& problem;
   const DecodeLayout& layout;
   Sequence sequence;
   DecodeCut cut;
-  std::int64_t b, split;
-  BasicRange<std::int64_t> kv_heads;
-  Range rows, keys;  // rows of each key head
+  std::int64_t b;
+  BasicRange<std::int64_t> kv_heads, splits;
+  Range rows;       // of each key head
+  Range keys = {};  // that some of the rows see, of all its splits
 
   [[nodiscard]] TaskRows task(std::int64_t kv_head) const {
     return {problem, sequence, b, kv_head * problem.group_size, problem.group_size};
@@ -224,85 +238,48 @@ HWY_NOINLINE const void* const* widen_rows(const DecodeScratch& scratch, const v
   return scratch.wide_rows;
 }
 
-// The rows of one key head that stream, with q and p as floats.
-struct Few {
-  float *q, *s, *o;
-  std::int64_t q_ld, s_ld, o_ld, rows;
-};
-
-// Those rows against rows of the cache as T: s = q kᵀ of the first `keys` keys, and o += p v.
-template <class T>
-struct FloatProducts {
-  static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t ld) {
-    cpu::TESSERA_CPU_KERNEL::load_query(task, row, to, ld);
+// The results of one key head: o and lse, or its part of them.
+HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t kv_head,
+                              std::int64_t split) {
+  if (work.cut.splits.count == 1) return finish_rows(work.task(kv_head), scratch, work.rows);
+  const DecodeLayout& layout = work.layout;
+  const std::int64_t dim = work.problem.head_dim_v;
+  const std::int64_t to = layout.first_partial[work.b] +
+                          (split * work.problem.num_heads_k + kv_head) * work.cut.rows + work.rows.begin;
+  for (std::int64_t r = 0; r < work.rows.size(); ++r) {
+    std::memcpy(layout.o_partial + (to + r) * dim, scratch.acc_o + r * scratch.value_cols,
+                static_cast<std::size_t>(dim) * sizeof(float));
+    layout.max_partial[to + r] = scratch.row_max[r];
+    layout.sum_partial[to + r] = sum_of(load(scratch.row_sum + r * lanes));
   }
-  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      constexpr int width = stream_width(count);
-      stream_scores<count, width, T>(few.q + r * few.q_ld, few.q_ld, k_rows, offset, keys, dim,
-                                     few.s + r * few.s_ld, few.s_ld, next);
-    });
-  }
-  static HWY_INLINE void before_values(const Few& /*few*/, std::int64_t /*keys*/) {}
-  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      stream_values<count, T>(few.s + r * few.s_ld, few.s_ld, v_rows, offset, keys, dim, few.o + r * few.o_ld,
-                              few.o_ld, next);
-    });
-  }
-  static HWY_INLINE void after_values(float* /*row*/, std::int64_t /*dim*/) {}
-};
-
-// The same with dot products: q and p become bfloat16, in the place of the floats.
-struct DotProducts {
-  static HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, std::int64_t /*ld*/) {
-    const std::int64_t dim = task.problem.head_dim, rounded = round_up(dim, lanes);
-    cpu::TESSERA_CPU_KERNEL::load_query(task, row, to, rounded);
-    round_row(to, rounded);
-    zero_row(cells(to) + rounded, round_up(dim, cell_step) - rounded);
-  }
-  static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      dot_scores<count>(cells(few.q + r * few.q_ld), 2 * few.q_ld, k_rows, offset, keys, dim,
-                        few.s + r * few.s_ld, few.s_ld, next);
-    });
-  }
-  static HWY_INLINE void before_values(const Few& few, std::int64_t keys) {
-    for (std::int64_t r = 0; r < few.rows; ++r) round_row(few.s + r * few.s_ld, round_up(keys, lanes));
-  }
-  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      dot_values<count>(cells(few.s + r * few.s_ld), 2 * few.s_ld, v_rows, offset, keys, dim,
-                        few.o + r * few.o_ld, few.o_ld, next);
-    });
-  }
-  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
-
- private:
-  static HWY_INLINE bfloat16* cells(float* row) { return reinterpret_cast<bfloat16*>(row); }
-};
-
-template <class T>
-using Products =
-    std::conditional_t<TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>, DotProducts, FloatProducts<T>>;
+}
 
 // The softmax of one head's block, in place, and o scaled by what it makes of the maxima.
+template <class P>
 HWY_NOINLINE void stream_softmax(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t h,
                                  const Few& few, std::int64_t key, Range cols) {
   const DecodeScratch part = scratch.from(h * few.rows);
-  softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, few.s, few.s_ld, work.rows, 0, key, cols,
+  softmax_tile(work.task(work.kv_heads.begin + h), part, few.s, reinterpret_cast<P*>(few.s),
+               std::is_same_v<P, float> ? few.s_ld : 2 * few.s_ld, work.rows, 0, key, cols,
                [](std::int64_t) {});
   for (std::int64_t r = 0; r < few.rows; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, part.alpha[r]);
 }
 
-// Key heads that lie side by side: block by block, first the scores of all of them, then the values.
-// Meanwhile the block's values and then the next block's keys are called for. Where float8 rows would be
-// converted more than once, which costs, they are converted before.
-template <class T>
+// The state of all rows that stream, before and after a split.
+HWY_NOINLINE void start_split(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t split) {
+  for (std::int64_t h = 0; h < work.kv_heads.size(); ++h) {
+    start_rows(work.task(work.kv_heads.begin + h), scratch.from(h * work.cut.rows), work.rows, split == 0, 1);
+  }
+}
+HWY_NOINLINE void finish_split(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t split) {
+  for (std::int64_t h = 0; h < work.kv_heads.size(); ++h)
+    finish_head(work, scratch.from(h * work.cut.rows), work.kv_heads.begin + h, split);
+}
+
+// Key heads that lie side by side, without a row to spare: block by block, first the scores of all of them,
+// then the values. Meanwhile the block's values and then the next block's keys are called for. Where float8
+// rows would be converted more than once, which costs, they are converted before.
+template <class T, class Products>
 HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& scratch) {
   constexpr bool costly = std::is_same_v<T, float8_e4m3fn>;
   constexpr std::int64_t size = sizeof(T);
@@ -310,11 +287,11 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   const std::int64_t rows = work.rows.size(), heads = work.kv_heads.size();
   const std::int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
   const bool widened = costly && rows > stream_rows;
-  // Each group of rows passes over a head's keys and values: lines are called for with all of the passes.
-  const std::int64_t groups = widened ? 1 : (rows + stream_rows - 1) / stream_rows;
+  const std::int64_t score_passes = widened ? 1 : Products::passes_of_scores(rows);
+  const std::int64_t value_passes = widened ? 1 : Products::passes_of_values(rows);
   const auto few_of = [&](std::int64_t h) {
     const std::int64_t first = h * rows;
-    return Few{scratch.few_q + first * scratch.depth_ld,
+    return Few{scratch.few_q + h * Products::q_rows(rows) * scratch.depth_ld,
                scratch.few_s + first * DecodeScratch::few_ld,
                scratch.few_o + first * scratch.few_cols,
                scratch.depth_ld,
@@ -330,36 +307,43 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
               scratch.k_rows[side], scratch.v_rows[side]);
   };
   const auto next_keys = [&](Range block, int side) {
-    return Next(scratch.k_rows[side], block.size(), heads * dim * size, groups);
+    return Next(scratch.k_rows[side], block.size(), heads * dim * size, rows, value_passes);
   };
+  [[maybe_unused]] const typename Products::State state(rows);
   int side = 0;
   Range block = block_at(work.keys.begin / stream_block * stream_block);
   find(block, side);
   next_keys(block, side).fetch_all();
-  for (std::int64_t h = 0; h < heads; ++h) {
-    const TaskRows task = work.task(work.kv_heads.begin + h);
-    for (std::int64_t r = 0; r < rows; ++r)
-      Products<T>::load_query(task, r, few_of(h).q + r * scratch.depth_ld, scratch.depth_ld);
-  }
+  for (std::int64_t h = 0; h < heads; ++h)
+    Products::load_queries(work.task(work.kv_heads.begin + h), few_of(h));
   const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
+  std::int64_t split = work.splits.begin;
+  start_split(work, scratch, split);
+  const auto finish = [&] {
+    for (std::int64_t r = 0; r < heads * rows; ++r)
+      Products::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
+    finish_split(work, scratch, split);
+    if (++split < work.splits.end) start_split(work, scratch, split);
+  };
   for (; !block.empty(); side = 1 - side) {
+    while (block.begin >= (split + 1) * work.cut.splits.keys) finish();
     const Range next_block = block_at(block.begin + stream_block);
     find(next_block, 1 - side);
     const Range cols = columns_of(seen, block);
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
     const void* const* k_rows = scratch.k_rows[side];
     const void* const* v_rows = scratch.v_rows[side];
-    Next next(v_rows, block.size(), heads * dim_v * size, groups), none;
+    Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
     for (std::int64_t h = 0; h < heads; ++h) {
       const Few few = few_of(h);
       if (widened) {
         const void* const* wide = widen_rows<T>(scratch, k_rows, h * problem.k.head, end, dim, next);
         FloatProducts<float>::scores(few, wide, 0, end, dim, none);
       } else {
-        Products<T>::scores(few, k_rows, h * problem.k.head, end, dim, next);
+        Products::scores(few, k_rows, h * problem.k.head, end, dim, next);
       }
-      stream_softmax(work, scratch, h, few, block.begin, cols);
-      Products<T>::before_values(few, end);
+      stream_softmax<typename Products::P>(work, scratch, h, few, block.begin, cols);
+      Products::after_softmax(few, end);
     }
     next = next_keys(next_block, 1 - side);
     for (std::int64_t h = 0; h < heads; ++h) {
@@ -367,17 +351,24 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
         const void* const* wide = widen_rows<T>(scratch, v_rows, h * problem.v.head, end, dim_v, next);
         FloatProducts<float>::values(few_of(h), wide, 0, end, dim_v, none);
       } else {
-        Products<T>::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
+        Products::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
       }
     }
     block = next_block;
   }
-  for (std::int64_t r = 0; r < heads * rows; ++r)
-    Products<T>::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
+  while (split < work.splits.end) finish();
 }
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
-    stream_task_as<std::remove_pointer_t<decltype(type)>>(work, scratch);
+    using T = std::remove_pointer_t<decltype(type)>;
+    constexpr bool dots = TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>;
+#if defined(TESSERA_CPU_AMX)
+    if constexpr (dots) {
+      if (work.rows.size() >= TileProducts::fewest_rows)
+        return stream_task_as<T, TileProducts>(work, scratch);
+    }
+#endif
+    stream_task_as<T, std::conditional_t<dots, DotProducts, FloatProducts<T>>>(work, scratch);
   });
 }
 
@@ -427,24 +418,9 @@ HWY_NOINLINE void multiply_task(const TaskRows& task, const DecodeScratch& scrat
   }
 }
 
-// The results of one key head: o and lse, or its part of them.
-HWY_NOINLINE void finish_head(const DecodeWork& work, const DecodeScratch& scratch, std::int64_t kv_head) {
-  if (work.cut.splits.count == 1) return finish_rows(work.task(kv_head), scratch, work.rows);
-  const DecodeLayout& layout = work.layout;
-  const std::int64_t dim = work.problem.head_dim_v;
-  const std::int64_t to = layout.first_partial[work.b] +
-                          (work.split * work.problem.num_heads_k + kv_head) * work.cut.rows + work.rows.begin;
-  for (std::int64_t r = 0; r < work.rows.size(); ++r) {
-    std::memcpy(layout.o_partial + (to + r) * dim, scratch.acc_o + r * scratch.value_cols,
-                static_cast<std::size_t>(dim) * sizeof(float));
-    layout.max_partial[to + r] = scratch.row_max[r];
-    layout.sum_partial[to + r] = sum_of(load(scratch.row_sum + r * lanes));
-  }
-}
-
 HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout,
                               const DecodeScratch& scratch, const BlockTasks::Task& index,
-                              std::int64_t tasks_of_head, int threads) {
+                              std::int64_t pieces, int threads) {
   const std::int64_t b = index.b;
   const Sequence sequence = sequence_or_rest(problem, b);
   if (b == problem.batch) {  // rows that belong to no sequence
@@ -453,31 +429,27 @@ HWY_NOINLINE void decode_task(const Problem& problem, const DecodeLayout& layout
     return;
   }
   const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
-  const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
-  const std::int64_t first_head = index.block / cut.tasks() * heads, of_head = index.block % cut.tasks();
-  const BasicRange<std::int64_t> kv_heads{first_head, std::min(first_head + heads, problem.num_heads_k)};
-  const std::int64_t split = of_head / cut.row_blocks;
-  const std::int64_t first = of_head % cut.row_blocks * layout.task_rows;
-  DecodeWork work{problem, layout, sequence, cut, b, split, kv_heads, {}, {}};
-  work.rows = {first, std::min(first + layout.task_rows, cut.rows)};
-  const Range seen = work.task(kv_heads.begin).keys_of_any(work.rows);
-  work.keys = {std::max<long long>(seen.begin, split * cut.splits.keys),
-               std::min<long long>(seen.end, (split + 1) * cut.splits.keys)};
-  if (cut.rows > few_rows) {
-    for (std::int64_t h = kv_heads.begin; h < kv_heads.end; ++h) {
-      const TaskRows task = work.task(h);
-      start_rows(task, scratch, work.rows, split == 0);
-      if (!work.keys.empty()) multiply_task(task, scratch, work.rows, work.keys, h);
-      finish_head(work, scratch, h);
-    }
-    return;
-  }
-  // Heads lie side by side, without a row to spare.
-  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
-    start_rows(work.task(kv_heads.begin + h), scratch.from(h * cut.rows), work.rows, split == 0, 1);
-  if (!work.keys.empty()) stream_task(work, scratch);
-  for (std::int64_t h = 0; h < kv_heads.size(); ++h)
-    finish_head(work, scratch.from(h * cut.rows), kv_heads.begin + h);
+  const DecodeShare share = DecodeShare::of(problem, cut, pieces, threads);
+  const std::int64_t tasks_of_head = share.tasks_of_head(cut), of_head = index.block % tasks_of_head;
+  const std::int64_t head = index.block / tasks_of_head * share.heads;
+  const std::int64_t split = of_head / cut.row_blocks * share.splits;
+  const std::int64_t row = of_head % cut.row_blocks * layout.task_rows;
+  DecodeWork work{problem,
+                  layout,
+                  sequence,
+                  cut,
+                  b,
+                  {head, std::min(head + share.heads, problem.num_heads_k)},
+                  {split, std::min<std::int64_t>(split + share.splits, cut.splits.count)},
+                  {row, std::min(row + layout.task_rows, cut.rows)}};
+  const Range seen = work.task(head).keys_of_any(work.rows);
+  work.keys = {std::max<long long>(seen.begin, work.splits.begin * cut.splits.keys),
+               std::min<long long>(seen.end, work.splits.end * cut.splits.keys)};
+  if (cut.rows <= few_rows) return stream_task(work, scratch);
+  const TaskRows task = work.task(head);
+  start_rows(task, scratch, work.rows, split == 0);
+  if (!work.keys.empty()) multiply_task(task, scratch, work.rows, work.keys, head);
+  finish_head(work, scratch, head, split);
 }
 
 // The splits of one sequence and key head, merged in their order.
@@ -527,24 +499,23 @@ HWY_NOINLINE void decode(const Problem& problem, int threads, void* workspace) {
     });
   }
   bool merge = false;
-  std::int64_t tasks_of_head = 0;
+  std::int64_t pieces = 0;  // of one key head
   for (std::int64_t b = 0; b < problem.batch; ++b) {
     const DecodeCut cut = decode_cut(problem, problem.sequence(b), layout.task_rows);
     merge = merge || cut.splits.count > 1;
-    tasks_of_head += cut.tasks();
+    pieces += cut.pieces();
   }
-  // Of a sequence, key heads times splits times row blocks; the rows that belong to none are one task.
+  // The rows that belong to no sequence are one task.
   std::int64_t b = 0;
   const auto tasks_of = [&](const Sequence& sequence) -> std::int64_t {
     if (b++ == problem.batch) return 1;
     const DecodeCut cut = decode_cut(problem, sequence, layout.task_rows);
-    const std::int64_t heads = decode_task_heads(problem, cut, tasks_of_head, threads);
-    return (problem.num_heads_k + heads - 1) / heads * cut.tasks();
+    return DecodeShare::of(problem, cut, pieces, threads).tasks(problem, cut);
   };
   const BlockTasks tasks(problem, 1, 1, layout.first_task, tasks_of);
   parallel_for(tasks.count(), threads, [&](std::int64_t index, int slot) {
     [[maybe_unused]] const Session session;
-    decode_task(problem, layout, scratch_of(slot), tasks.task(index), tasks_of_head, threads);
+    decode_task(problem, layout, scratch_of(slot), tasks.task(index), pieces, threads);
   });
   if (!merge) return;
   parallel_for(pairs, threads, [&](std::int64_t index, int slot) {

@@ -13,7 +13,7 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 // Rows at once, by keys or by vectors of values: accumulators and operands fit the 16 registers of AVX2, and
 // are chains enough to keep two multiply-adds a cycle going. A sum's order is the same in any of them.
-constexpr int stream_rows = 4, stream_keys = 4;
+constexpr int stream_rows = 4, stream_keys = 8;  // of quads; else at most 4
 constexpr int stream_width(int rows) { return HWY_CAP_GE512 || HWY_ARCH_ARM || rows <= 2 ? 4 : 3; }
 
 // A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
@@ -73,17 +73,32 @@ HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t 
 }
 
 // Rows that will be wanted next, called for line by line between the products: all at once they would hold up
-// everything else, and some CPUs drop what is too much (NOTES.md).
+// everything else. Some CPUs drop what is too much (NOTES.md): there a line is called for again, up to
+// `again` bytes later, as far as the rows lie one after another. Where there is much to do for each line
+// (many rows of q), little is dropped, and asking again costs more than it brings.
 struct Next {
+#if HWY_CAP_GE512 && !defined(TESSERA_CPU_AMX)
+  static constexpr std::ptrdiff_t again = 48 * 64;
+#else
+  static constexpr std::ptrdiff_t again = 0;
+#endif
   const void* const* rows = nullptr;
   std::int64_t count = 0, bytes = 0;
+  const char* begin = nullptr;  // of the rows that lie one after another
   const char* line = nullptr;
   const char* end = nullptr;
   int pace = 1, wait = 1;  // one call of `pace` fetches, the others wait
+  bool insists = false;
 
   Next() = default;
-  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes, std::int64_t every)
-      : rows(list), count(row_count), bytes(row_bytes), pace(static_cast<int>(every)) {}
+  // For q_rows rows of q, in `passes` passes over the lines.
+  Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes, std::int64_t q_rows,
+       std::int64_t passes)
+      : rows(list),
+        count(row_count),
+        bytes(row_bytes),
+        pace(static_cast<int>(passes)),
+        insists(q_rows <= stream_rows) {}
 
   HWY_INLINE void fetch(int lines) {
     if (--wait > 0) return;
@@ -92,10 +107,16 @@ struct Next {
       if (line >= end) {
         if (count == 0) return;
         line = static_cast<const char*>(*rows++);
+        if (line != end) begin = line;
         end = line + bytes;
         --count;
       }
       __builtin_prefetch(line, 0, 2);
+      if (again > 0 && insists) {
+        const std::ptrdiff_t back = std::min(line - begin, again);
+        __builtin_prefetch(line - back, 0, 2);
+        __builtin_prefetch(line - (back >> 2), 0, 2);
+      }
       line += 64;
     }
   }
@@ -194,157 +215,6 @@ HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* con
     columns(std::integral_constant<int, most>(), std::true_type());
   for (; c + 2 * lanes <= dim; c += 2 * lanes) columns(std::integral_constant<int, 2>(), std::true_type());
   for (; c < dim; c += lanes) columns(std::integral_constant<int, 1>(), std::false_type());
-}
-
-// --- Pairs of bfloat16 -------------------------------------------------------------------------------------
-
-// A cell is two numbers of bfloat16, and an instruction multiplies cells: as many products as two of float's,
-// and nothing to convert.
-using Cells = hn::Vec<UintTag>;
-
-HWY_INLINE Vec add_dots(Vec sum, Cells a, Cells b) {
-#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
-  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
-  return sum;
-#else
-  const FloatTag f;
-  const Cells high = hn::Set(UintTag(), 0xFFFF0000u);
-  const auto low = [&](Cells x) HWY_ATTR { return hn::BitCast(f, hn::ShiftLeft<16>(x)); };
-  sum = hn::MulAdd(hn::BitCast(f, hn::And(a, high)), hn::BitCast(f, hn::And(b, high)), sum);
-  return hn::MulAdd(low(a), low(b), sum);
-#endif
-}
-
-constexpr std::int64_t cell_step = 2 * lanes;  // numbers in a vector
-
-// A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
-HWY_INLINE Cells load_cells(const bfloat16* p, std::int64_t n) {
-  const hn::Repartition<std::uint16_t, UintTag> halves;
-  if (n >= cell_step) return hn::BitCast(UintTag(), hn::LoadU(halves, &p->bits));
-  bfloat16 copy[cell_step] = {};
-  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(bfloat16));
-  return hn::BitCast(UintTag(), hn::LoadU(halves, &copy->bits));
-}
-
-// stream_scores of bfloat16 on both sides. q's rows are padded with zeros to whole vectors.
-template <int rows>
-HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
-                             std::int64_t offset, std::int64_t key_count, std::int64_t dim,
-                             float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
-  constexpr int keys = stream_keys;
-  for (std::int64_t j = 0; j < key_count; j += keys) {
-    const bfloat16* k[keys];
-    for (int n = 0; n < keys; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]) + offset;
-    Vec acc[rows][keys];
-    HWY_UNROLL(4)
-    for (int r = 0; r < rows; ++r) {
-      HWY_UNROLL(4)
-      for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
-    }
-    const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
-      Cells kc[keys];
-      HWY_UNROLL(4)
-      for (int n = 0; n < keys; ++n) {
-        next.fetch(1);
-        kc[n] = load_cells(k[n] + c, left);
-      }
-      HWY_UNROLL(4)
-      for (int r = 0; r < rows; ++r) {
-        const Cells qc = load_cells(q + r * q_ld + c, cell_step);
-        HWY_UNROLL(4)
-        for (int n = 0; n < keys; ++n) acc[r][n] = add_dots(acc[r][n], qc, kc[n]);
-      }
-    };
-    std::int64_t c = 0;
-    for (; c + cell_step <= dim; c += cell_step) step(c, cell_step);
-    if (c < dim) step(c, dim - c);
-    store_sums(acc, s + j, s_ld);
-  }
-}
-
-// Floats to bfloat16 in the same place, rounded to nearest even; n a multiple of lanes.
-HWY_INLINE void round_row(float* row, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; i += lanes) {
-    const Vec x = load(row + i);
-    auto* to = reinterpret_cast<bfloat16*>(row) + i;
-#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
-    __m256i rounded;
-    __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x.raw));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
-#else
-    store_from_float(x, to);
-#endif
-  }
-}
-
-// stream_values of bfloat16: two keys at a time. Behind the last key p is 0. In each
-// cell_step columns of acc_o come first the lower halves of all blocks of eight, then the upper halves
-// (unzip_row).
-template <int rows, int steps>
-HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
-                              std::int64_t offset, std::int64_t key_count, std::int64_t c, std::int64_t left,
-                              float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
-  const hn::Repartition<std::uint16_t, UintTag> halves;
-  Vec acc[rows][2 * steps];
-  HWY_UNROLL(4)
-  for (int r = 0; r < rows; ++r) {
-    HWY_UNROLL(4)
-    for (int n = 0; n < 2 * steps; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
-  }
-  const auto add = [&](std::int64_t j, const auto& load_second) TESSERA_INLINE_LAMBDA {
-    Cells v[2 * steps];
-    HWY_UNROLL(4)
-    for (int n = 0; n < steps; ++n) {
-      next.fetch(2);
-      const bfloat16* first = static_cast<const bfloat16*>(v_rows[j]) + offset + c + n * cell_step;
-      const auto x = hn::BitCast(halves, load_cells(first, steps > 1 ? cell_step : left));
-      const auto y = hn::BitCast(halves, load_second(n));
-      v[2 * n] = hn::BitCast(UintTag(), hn::InterleaveLower(halves, x, y));
-      v[2 * n + 1] = hn::BitCast(UintTag(), hn::InterleaveUpper(halves, x, y));
-    }
-    HWY_UNROLL(4)
-    for (int r = 0; r < rows; ++r) {
-      std::uint32_t cell;
-      std::memcpy(&cell, p + r * p_ld + j, sizeof(cell));
-      const Cells pj = hn::Set(UintTag(), cell);
-      HWY_UNROLL(4)
-      for (int n = 0; n < 2 * steps; ++n) acc[r][n] = add_dots(acc[r][n], pj, v[n]);
-    }
-  };
-  std::int64_t j = 0;
-  for (; j + 1 < key_count; j += 2) {
-    const bfloat16* second = static_cast<const bfloat16*>(v_rows[j + 1]) + offset + c;
-    add(j, [&](int n) HWY_ATTR { return load_cells(second + n * cell_step, steps > 1 ? cell_step : left); });
-  }
-  if (j < key_count) add(j, [](int) HWY_ATTR { return hn::Zero(UintTag()); });
-  HWY_UNROLL(4)
-  for (int r = 0; r < rows; ++r) {
-    HWY_UNROLL(4)
-    for (int n = 0; n < 2 * steps; ++n) store(acc[r][n], acc_o + r * o_ld + c + n * lanes);
-  }
-}
-
-template <int rows>
-HWY_INLINE void dot_values(const bfloat16* p, std::int64_t p_ld, const void* const* v_rows,
-                           std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
-                           std::int64_t o_ld, Next& next) {
-  std::int64_t c = 0;
-  for (; c + 2 * cell_step <= dim; c += 2 * cell_step)
-    dot_columns<rows, 2>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
-  for (; c < dim; c += cell_step)
-    dot_columns<rows, 1>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
-}
-
-// Columns as dot_columns leaves them, put in order.
-HWY_INLINE void unzip_row(float* row, std::int64_t dim) {
-  float copy[cell_step];
-  for (std::int64_t c = 0; c < dim; c += cell_step) {
-    std::memcpy(copy, row + c, sizeof(copy));
-    for (std::int64_t i = 0; i < cell_step; i += 8) {
-      std::memcpy(row + c + i, copy + i / 2, 4 * sizeof(float));
-      std::memcpy(row + c + i + 4, copy + lanes + i / 2, 4 * sizeof(float));
-    }
-  }
 }
 
 // Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.

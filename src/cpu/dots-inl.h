@@ -1,0 +1,254 @@
+// Products of a few rows of bfloat16 with rows of bfloat16 that lie anywhere in memory: stream-inl.h, in dot
+// products of pairs.
+#pragma once
+
+#include "cpu/engine-inl.h"
+#include "cpu/stream-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera::cpu::TESSERA_CPU_KERNEL {
+
+// A cell is two numbers of bfloat16, and an instruction multiplies cells: as many products as two of float's,
+// and nothing to convert.
+using Cells = hn::Vec<UintTag>;
+
+HWY_INLINE Vec add_dots(Vec sum, Cells a, Cells b) {
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
+  return sum;
+#else
+  const FloatTag f;
+  const Cells high = hn::Set(UintTag(), 0xFFFF0000u);
+  const auto low = [&](Cells x) HWY_ATTR { return hn::BitCast(f, hn::ShiftLeft<16>(x)); };
+  sum = hn::MulAdd(hn::BitCast(f, hn::And(a, high)), hn::BitCast(f, hn::And(b, high)), sum);
+  return hn::MulAdd(low(a), low(b), sum);
+#endif
+}
+
+constexpr std::int64_t cell_step = 2 * lanes;  // numbers in a vector
+
+// A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
+HWY_INLINE Cells load_cells(const bfloat16* p, std::int64_t n) {
+  const hn::Repartition<std::uint16_t, UintTag> halves;
+  if (n >= cell_step) return hn::BitCast(UintTag(), hn::LoadU(halves, &p->bits));
+  bfloat16 copy[cell_step] = {};
+  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(bfloat16));
+  return hn::BitCast(UintTag(), hn::LoadU(halves, &copy->bits));
+}
+
+// stream_scores of bfloat16 on both sides. q's rows are padded with zeros to whole vectors.
+template <int rows>
+HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, const void* const* k_rows,
+                             std::int64_t offset, std::int64_t key_count, std::int64_t dim,
+                             float* HWY_RESTRICT s, std::int64_t s_ld, Next& next) {
+  constexpr int keys = 4;
+  for (std::int64_t j = 0; j < key_count; j += keys) {
+    const bfloat16* k[keys];
+    for (int n = 0; n < keys; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]) + offset;
+    Vec acc[rows][keys];
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      HWY_UNROLL(4)
+      for (int n = 0; n < keys; ++n) acc[r][n] = set(0.0f);
+    }
+    const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
+      Cells kc[keys];
+      HWY_UNROLL(4)
+      for (int n = 0; n < keys; ++n) {
+        next.fetch(1);
+        kc[n] = load_cells(k[n] + c, left);
+      }
+      HWY_UNROLL(4)
+      for (int r = 0; r < rows; ++r) {
+        const Cells qc = load_cells(q + r * q_ld + c, cell_step);
+        HWY_UNROLL(4)
+        for (int n = 0; n < keys; ++n) acc[r][n] = add_dots(acc[r][n], qc, kc[n]);
+      }
+    };
+    std::int64_t c = 0;
+    for (; c + cell_step <= dim; c += cell_step) step(c, cell_step);
+    if (c < dim) step(c, dim - c);
+    store_sums(acc, s + j, s_ld);
+  }
+}
+
+// Rounded to nearest even.
+HWY_INLINE void store_rounded(Vec x, bfloat16* to) {
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+  __m256i rounded;
+  __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x.raw));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+#else
+  store_from_float(x, to);
+#endif
+}
+// Floats to bfloat16 in the same place; n a multiple of lanes.
+HWY_INLINE void round_row(float* row, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += lanes)
+    store_rounded(load(row + i), reinterpret_cast<bfloat16*>(row) + i);
+}
+
+// --- Quads of rows -----------------------------------------------------------------------------------------
+
+#if HWY_CAP_GE512
+// Four rows of q in one vector, 16 bytes of each. Against 16 bytes of a key, four times in a vector, every
+// block of lanes sums one row, and the blocks of four keys are folded at once: a quarter of the shuffles that
+// it takes to sum the lanes of each row and key.
+constexpr std::int64_t quad_step = 8;  // numbers in a block
+
+constexpr std::int64_t quad_ld(std::int64_t dim) { return round_up(dim, quad_step); }
+
+// Rows of bfloat16 to quads in the same place, where rows are at least twice as long as quad_ld: elements c
+// .. of the quad that begins with row r are at q + r quad_ld + 4 c. A last quad is filled up with zeros.
+HWY_INLINE void make_quads(bfloat16* q, std::int64_t q_ld, std::int64_t rows, std::int64_t dim) {
+  for (std::int64_t first = 0; first < rows; first += 4) {
+    bfloat16 copy[4][max_head_dim] = {};
+    for (std::int64_t r = 0; r < std::min<std::int64_t>(4, rows - first); ++r)
+      std::memcpy(copy[r], q + (first + r) * q_ld, static_cast<std::size_t>(dim) * sizeof(bfloat16));
+    bfloat16* quad = q + first * quad_ld(dim);
+    for (std::int64_t c = 0; c < dim; c += quad_step) {
+      for (std::int64_t r = 0; r < 4; ++r)
+        std::memcpy(quad + 4 * c + r * quad_step, copy[r] + c, quad_step * sizeof(bfloat16));
+    }
+  }
+}
+
+// The 16 bytes at p in every block; n of the row's elements are left.
+HWY_INLINE Cells load_block(const bfloat16* p, std::int64_t n) {
+  const hn::Repartition<std::uint16_t, UintTag> halves;
+  if (n >= quad_step) return hn::BitCast(UintTag(), hn::LoadDup128(halves, &p->bits));
+  bfloat16 copy[quad_step] = {};
+  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(bfloat16));
+  return hn::BitCast(UintTag(), hn::LoadDup128(halves, &copy->bits));
+}
+
+// dot_scores of one or two quads, of which the first `rows` rows are there.
+template <int quads>
+HWY_NOINLINE void quad_scores(const bfloat16* HWY_RESTRICT q, const void* const* k_rows, std::int64_t offset,
+                              std::int64_t key_count, std::int64_t dim, float* HWY_RESTRICT s,
+                              std::int64_t s_ld, std::int64_t rows, Next& next) {
+  constexpr int keys = stream_keys;
+  for (std::int64_t j = 0; j < key_count; j += keys) {
+    const bfloat16* k[keys];
+    for (int n = 0; n < keys; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]) + offset;
+    Vec acc[quads][keys];
+    HWY_UNROLL(2)
+    for (int t = 0; t < quads; ++t) {
+      HWY_UNROLL(8)
+      for (int n = 0; n < keys; ++n) acc[t][n] = set(0.0f);
+    }
+    const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
+      next.fetch(2);
+      Cells qc[quads];
+      HWY_UNROLL(2)
+      for (int t = 0; t < quads; ++t) qc[t] = load_cells(q + 4 * (t * quad_ld(dim) + c), cell_step);
+      HWY_UNROLL(8)
+      for (int n = 0; n < keys; ++n) {
+        const Cells kc = load_block(k[n] + c, left);
+        HWY_UNROLL(2)
+        for (int t = 0; t < quads; ++t) acc[t][n] = add_dots(acc[t][n], qc[t], kc);
+      }
+    };
+    std::int64_t c = 0;
+    for (; c + quad_step <= dim; c += quad_step) step(c, quad_step);
+    if (c < dim) step(c, dim - c);
+    HWY_UNROLL(2)
+    for (int t = 0; t < quads; ++t) {
+      HWY_UNROLL(2)
+      for (int n = 0; n < keys; n += 4) {
+        const Vec sums = fold_four(acc[t][n], acc[t][n + 1], acc[t][n + 2], acc[t][n + 3]);
+        float* to = s + 4 * t * s_ld + j + n;
+        const std::int64_t left = rows - 4 * t;
+        _mm_storeu_ps(to, _mm512_castps512_ps128(sums.raw));
+        if (left > 1) _mm_storeu_ps(to + s_ld, _mm512_extractf32x4_ps(sums.raw, 1));
+        if (left > 2) _mm_storeu_ps(to + 2 * s_ld, _mm512_extractf32x4_ps(sums.raw, 2));
+        if (left > 3) _mm_storeu_ps(to + 3 * s_ld, _mm512_extractf32x4_ps(sums.raw, 3));
+      }
+    }
+  }
+}
+#endif
+
+// --- Values ------------------------------------------------------------------------------------------------
+
+// A probability as dot_columns takes it: bfloat16, rounded to nearest even, neighbours side by side.
+struct DotCell {
+  bfloat16 value;
+};
+HWY_INLINE void store_pair(Vec x, Vec y, DotCell* to, std::int64_t c) {
+  store_rounded(x, &to[c].value);
+  store_rounded(y, &to[c + pair_distance].value);
+}
+
+// stream_values of bfloat16: two keys at a time. Behind the last key p is 0. In each
+// cell_step columns of acc_o come first the lower halves of all blocks of eight, then the upper halves
+// (unzip_row).
+template <int rows, int steps>
+HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
+                              std::int64_t offset, std::int64_t key_count, std::int64_t c, std::int64_t left,
+                              float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
+  const hn::Repartition<std::uint16_t, UintTag> halves;
+  Vec acc[rows][2 * steps];
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < 2 * steps; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
+  }
+  const auto add = [&](std::int64_t j, const auto& load_second) TESSERA_INLINE_LAMBDA {
+    Cells v[2 * steps];
+    HWY_UNROLL(4)
+    for (int n = 0; n < steps; ++n) {
+      next.fetch(2);
+      const bfloat16* first = static_cast<const bfloat16*>(v_rows[j]) + offset + c + n * cell_step;
+      const auto x = hn::BitCast(halves, load_cells(first, steps > 1 ? cell_step : left));
+      const auto y = hn::BitCast(halves, load_second(n));
+      v[2 * n] = hn::BitCast(UintTag(), hn::InterleaveLower(halves, x, y));
+      v[2 * n + 1] = hn::BitCast(UintTag(), hn::InterleaveUpper(halves, x, y));
+    }
+    HWY_UNROLL(4)
+    for (int r = 0; r < rows; ++r) {
+      std::uint32_t cell;
+      std::memcpy(&cell, p + r * p_ld + j, sizeof(cell));
+      const Cells pj = hn::Set(UintTag(), cell);
+      HWY_UNROLL(4)
+      for (int n = 0; n < 2 * steps; ++n) acc[r][n] = add_dots(acc[r][n], pj, v[n]);
+    }
+  };
+  std::int64_t j = 0;
+  for (; j + 1 < key_count; j += 2) {
+    const bfloat16* second = static_cast<const bfloat16*>(v_rows[j + 1]) + offset + c;
+    add(j, [&](int n) HWY_ATTR { return load_cells(second + n * cell_step, steps > 1 ? cell_step : left); });
+  }
+  if (j < key_count) add(j, [](int) HWY_ATTR { return hn::Zero(UintTag()); });
+  HWY_UNROLL(4)
+  for (int r = 0; r < rows; ++r) {
+    HWY_UNROLL(4)
+    for (int n = 0; n < 2 * steps; ++n) store(acc[r][n], acc_o + r * o_ld + c + n * lanes);
+  }
+}
+
+template <int rows>
+HWY_INLINE void dot_values(const bfloat16* p, std::int64_t p_ld, const void* const* v_rows,
+                           std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
+                           std::int64_t o_ld, Next& next) {
+  std::int64_t c = 0;
+  for (; c + 2 * cell_step <= dim; c += 2 * cell_step)
+    dot_columns<rows, 2>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
+  for (; c < dim; c += cell_step)
+    dot_columns<rows, 1>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
+}
+
+// Columns as dot_columns leaves them, put in order.
+HWY_INLINE void unzip_row(float* row, std::int64_t dim) {
+  float copy[cell_step];
+  for (std::int64_t c = 0; c < dim; c += cell_step) {
+    std::memcpy(copy, row + c, sizeof(copy));
+    for (std::int64_t i = 0; i < cell_step; i += 8) {
+      std::memcpy(row + c + i, copy + i / 2, 4 * sizeof(float));
+      std::memcpy(row + c + i + 4, copy + lanes + i / 2, 4 * sizeof(float));
+    }
+  }
+}
+
+}  // namespace tessera::cpu::TESSERA_CPU_KERNEL
+HWY_AFTER_NAMESPACE();
