@@ -96,7 +96,7 @@ struct Sm90BackwardConfig {
   int dv_parts;
   bool ds_in_registers;
   Terms terms;
-  bool ordered;  // sums of dq have an order: the deterministic mode
+  bool ordered;  // sums of dq have an order: if that is asked for, or faster
 
   // Two warpgroups have the same keys: the one their dv, the other their dk.
   [[nodiscard]] constexpr bool wide() const { return head_dim > 128 || head_dim_v > 128; }

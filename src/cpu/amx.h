@@ -5,6 +5,7 @@
 // Eight tile registers of 16 rows x 64 bytes; the first five may have fewer rows.
 #pragma once
 
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -49,6 +50,7 @@ void store(void* to, std::int64_t stride) {
 }
 template <int c, int a, int b>
 void multiply_add() {
+  assert(row_count[c] == row_count[a] && row_count[b] == 16);
   bfloat16 left[16][32], right[16][32];
   std::memcpy(left, registers[a], sizeof(left));
   std::memcpy(right, registers[b], sizeof(right));

@@ -34,12 +34,13 @@ std::uint64_t saved_state() {
 }
 
 struct Features {
-  bool ssse3, avx2, avx512, avx512_bf16, amx;
+  bool ssse3, avx2, avx512, avx512_bf16, amx, amd;
 
   Features() {
     constexpr std::uint64_t avx_state = 0x6, avx512_state = 0xE6, amx_state = 0x60000;
     const Registers basic = cpuid(1, 0), extended = cpuid(7, 0), more = cpuid(7, 1);
     const std::uint64_t state = saved_state();
+    amd = cpuid(0, 0).ecx == 0x444D4163;  // "cAMD", the end of AuthenticAMD
     ssse3 = has(basic.ecx, 9);
     const bool fma = has(basic.ecx, 12), f16c = has(basic.ecx, 29),
                sse4 = has(basic.ecx, 19) && has(basic.ecx, 20);
@@ -85,8 +86,10 @@ std::string missing_for_avx512() {
 }
 std::string missing_for_avx2() { return features().avx2 ? "" : "this CPU has no AVX2 with FMA and F16C"; }
 std::string missing_for_baseline() { return features().ssse3 ? "" : "this CPU has no SSSE3"; }
+bool drops_prefetches() { return features().amd; }
 #else
 std::string missing_for_baseline() { return ""; }
+bool drops_prefetches() { return false; }
 #endif
 
 }  // namespace tessera::cpu

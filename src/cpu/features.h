@@ -11,4 +11,7 @@ namespace tessera::cpu {
 [[nodiscard]] std::string missing_for_avx2();
 [[nodiscard]] std::string missing_for_baseline();
 
+// Whether it forgets prefetches that its buffers have no room for, as AMD's do (NOTES.md).
+[[nodiscard]] bool drops_prefetches();
+
 }  // namespace tessera::cpu

@@ -15,7 +15,7 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 struct TileProducts {
   using P = Element;
   using State = tile::Configured;
-  static constexpr std::int64_t fewest_rows = 4;  // with less to do, packing costs more than it brings
+  static constexpr std::int64_t fewest_rows = 8;  // packing costs more than it brings with fewer
 
   static std::int64_t q_rows(std::int64_t rows) { return std::max(rows, tile_rows / 2); }  // in floats
   static std::int64_t passes_of_scores(std::int64_t /*rows*/) { return 1; }

@@ -2,6 +2,7 @@
 // not packed.
 #pragma once
 
+#include "cpu/features.h"
 #include "cpu/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -73,9 +74,9 @@ HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t 
 }
 
 // Rows that will be wanted next, called for line by line between the products: all at once they would hold up
-// everything else. Some CPUs drop what is too much (NOTES.md): there a line is called for again, up to
-// `again` bytes later, as far as the rows lie one after another. Where there is much to do for each line
-// (many rows of q), little is dropped, and asking again costs more than it brings.
+// everything else. Some CPUs drop what is too much (NOTES.md): there, with AVX-512, a line is called for
+// again, up to `again` bytes later, as far as the rows lie one after another. Where there is much to do for
+// each line (many rows of q), little is dropped, and asking again costs more than it brings.
 struct Next {
 #if HWY_CAP_GE512 && !defined(TESSERA_CPU_AMX)
   static constexpr std::ptrdiff_t again = 48 * 64;
@@ -98,7 +99,7 @@ struct Next {
         count(row_count),
         bytes(row_bytes),
         pace(static_cast<int>(passes)),
-        insists(q_rows <= stream_rows) {}
+        insists(again > 0 && q_rows <= stream_rows && drops_prefetches()) {}
 
   HWY_INLINE void fetch(int lines) {
     if (--wait > 0) return;
@@ -112,7 +113,7 @@ struct Next {
         --count;
       }
       __builtin_prefetch(line, 0, 2);
-      if (again > 0 && insists) {
+      if (insists) {
         const std::ptrdiff_t back = std::min(line - begin, again);
         __builtin_prefetch(line - back, 0, 2);
         __builtin_prefetch(line - (back >> 2), 0, 2);

@@ -231,6 +231,10 @@ std::vector<NamedCase> fixed_cases() {
       "packed_128: packed=1 batch=128 seqlen_q=20 seqlen_k=30 num_heads_q=2 dtype=float16",
       "packed_many: packed=1 batch=140 tail=5 seqlen_q=12 seqlen_k=9 num_heads_q=3 dtype=bfloat16 causal=1",
 
+      // As many blocks of keys as a GPU has multiprocessors, and several of them to add to each query.
+      "length_many_blocks: batch=3 seqlen_q=300 seqlen_k=300 num_heads_q=16 num_heads_k=16 causal=1 "
+      "dtype=bfloat16 o_dtype=bfloat16 grad_dtype=bfloat16",
+
       // What the rows of k and v have in common cancels in dq and dk, and roundings of o do not.
       "mean_1: seqlen_q=256 seqlen_k=256 mean=1 num_heads_q=2 dtype=bfloat16 o_dtype=bfloat16 "
       "grad_dtype=bfloat16",

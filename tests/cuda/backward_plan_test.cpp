@@ -83,6 +83,18 @@ TEST(BackwardPlan, OrderedIfAskedForOrFaster) {
   EXPECT_FALSE(ordered(problem_of(1, 512, 1, 64), true));  // fewer than multiprocessors
 }
 
+// Turns are there where nobody asked for an order, too, and dq's sums are not cleared.
+TEST(BackwardPlan, WorkspaceFollowsTheKernel) {
+  const Problem p = problem_of(32, 512, 32, 64);
+  const Sm90BackwardConfig config = sm90_backward_config(hopper, p);
+  const BackwardWorkspace w = backward_workspace(config, p);
+  EXPECT_FALSE(p.deterministic);
+  EXPECT_TRUE(w.ordered);
+  EXPECT_EQ(w.clear, w.turn);
+  EXPECT_EQ(w.ticket - w.turn, 32LL * tiles_of(512, config.block_m) * 32 * 4);
+  EXPECT_FALSE(backward_workspace(backward_config(hopper, p), p).ordered);
+}
+
 // Where sums of dq have an order, numbers deal out every block of keys once, and those of a list in its
 // order.
 TEST(BackwardPlan, OrderedDealsOutEveryBlockOfKeys) {

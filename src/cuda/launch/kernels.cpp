@@ -364,7 +364,9 @@ Plan plan_sm90(const Problem& problem) {
   const std::optional<Sm90BackwardConfig> config = own_backward(problem);
   if (!config) return cuda::plan(problem);
   fill(*config);
-  plan.workspace = static_cast<std::size_t>(backward_workspace(*config, problem).end);
+  // Enough for cuda_sm80's, too: without its address nobody knows whether TMA can copy dout.
+  plan.workspace = std::max(static_cast<std::size_t>(backward_workspace(*config, problem).end),
+                            cuda::plan(problem).workspace);
   return plan;
 }
 
