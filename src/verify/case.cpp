@@ -232,8 +232,8 @@ std::vector<NamedCase> fixed_cases() {
       "packed_many: packed=1 batch=140 tail=5 seqlen_q=12 seqlen_k=9 num_heads_q=3 dtype=bfloat16 causal=1",
 
       // As many blocks of keys as a GPU has multiprocessors, and several of them to add to each query.
-      "length_many_blocks: batch=3 seqlen_q=300 seqlen_k=300 num_heads_q=16 num_heads_k=16 causal=1 "
-      "dtype=bfloat16 o_dtype=bfloat16 grad_dtype=bfloat16",
+      "length_many_blocks: batch=3 seqlen_q=300 seqlen_k=300 num_heads_q=16 num_heads_k=16 head_dim=8 "
+      "head_dim_v=8 causal=1 dtype=bfloat16 o_dtype=bfloat16 grad_dtype=bfloat16",
 
       // What the rows of k and v have in common cancels in dq and dk, and roundings of o do not.
       "mean_1: seqlen_q=256 seqlen_k=256 mean=1 num_heads_q=2 dtype=bfloat16 o_dtype=bfloat16 "
