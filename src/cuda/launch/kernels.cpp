@@ -167,10 +167,10 @@ Status run_backward(const Context& context, const Problem& problem, void* worksp
   params.ticket = reinterpret_cast<int*>(memory + places.ticket);
 
   Stage stage(context, problem, only_load);
-  AttentionParams first = params;
-  first.dq_acc = reinterpret_cast<float*>(memory + places.clear);
-  first.clear_bytes = places.end - places.clear;
-  if (Status status = stage(SmallConfig{Small::delta, config.type}, first); !status.ok()) return status;
+  AttentionParams clearing = params;
+  clearing.dq_acc = reinterpret_cast<float*>(memory + places.clear);
+  clearing.clear_bytes = places.end - places.clear;
+  if (Status status = stage(SmallConfig{Small::delta, config.type}, clearing); !status.ok()) return status;
   if (problem.dsinks != nullptr) {
     if (Status status = stage(SmallConfig{Small::dsinks, config.type}, params); !status.ok()) return status;
   }

@@ -200,6 +200,16 @@ std::int64_t all_rows_q(const Problem& problem) {
   return problem.packed ? problem.rows_q : problem.batch * problem.rows_q;
 }
 
+// Sums that have an order need not be cleared, which pays for their waits as long as sequences are short: if
+// blocks of keys begin one after the other, as under a causal mask, or if there are many.
+bool faster_in_order(const Sm90BackwardConfig& config, const DeviceLimits& limits, const Problem& problem) {
+  constexpr std::int64_t longest = 4096, many = 12;
+  if (config.wide() || config.terms != Terms::plain || problem.max_seqlen_k > longest) return false;
+  const bool follow =
+      problem.window_right < problem.max_seqlen_k && problem.max_seqlen_q >= problem.max_seqlen_k;
+  return backward_tiles(config, problem) >= (follow ? 1 : many) * limits.multiprocessors;
+}
+
 }  // namespace
 
 std::string kernel_name(const ForwardConfig& c) {
@@ -409,20 +419,6 @@ Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
   return sm90_forward_config(half_of(problem), static_cast<int>(problem.head_dim),
                              static_cast<int>(problem.head_dim_v), terms_of(problem));
 }
-
-namespace {
-
-// Sums that have an order need not be cleared, which pays for their waits as long as sequences are short: if
-// blocks of keys begin one after the other, as under a causal mask, or if there are many.
-bool faster_in_order(const Sm90BackwardConfig& config, const DeviceLimits& limits, const Problem& problem) {
-  constexpr std::int64_t longest = 4096, many = 12;
-  if (config.wide() || config.terms != Terms::plain || problem.max_seqlen_k > longest) return false;
-  const bool follow =
-      problem.window_right < problem.max_seqlen_k && problem.max_seqlen_q >= problem.max_seqlen_k;
-  return backward_tiles(config, problem) >= (follow ? 1 : many) * limits.multiprocessors;
-}
-
-}  // namespace
 
 Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms, bool ordered) {
   const Sm90BackwardTiles tiles =
