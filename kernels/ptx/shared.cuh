@@ -98,7 +98,7 @@ __device__ __forceinline__ void copy_async(unsigned address, const void* from, i
 }
 __device__ __forceinline__ void copy_async(unsigned address, const void* from, int valid,
                                            unsigned long long policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(address),
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::64B [%0], [%1], 16, %2, %3;" ::"r"(address),
                "l"(from), "r"(valid), "l"(policy));
 }
 __device__ __forceinline__ void store(unsigned address, uint4 x) {

@@ -229,13 +229,12 @@ struct KeyRing {
 };
 
 // Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
-// to do. Lengths and pages may be about to change: then that was for nothing. No key is read here. Not where
-// a block has a multiprocessor to itself, and much under way at once: there it is not faster.
+// to do. Lengths and pages may be about to change: then that was for nothing. No key is read here.
 template <DecodeConfig C, bool paged>
 __device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work,
                                           const WarpKeys& keys) {
   const AttentionParams& a = params.attention;
-  if (C.per_sm == 1 || keys.begin >= keys.end) return;
+  if (!C.asks_early() || keys.begin >= keys.end) return;
   const int first = keys.begin - (keys.begin - keys.first) % C.keys;
   const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
     const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) +

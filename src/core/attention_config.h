@@ -145,6 +145,9 @@ struct DecodeConfig {
   bool aligned;  // rows of q, k, v are whole, aligned pieces of 16 bytes
   Stored stored = Stored::half;
 
+  // Whether its first keys are asked for before the wait for earlier kernels: not where it is alone and has
+  // more stages, for there that is not faster.
+  [[nodiscard]] constexpr bool asks_early() const { return per_sm > 1 || warps > 4; }
   // Of k and v. All 8-bit numbers are float16 ones, so that the products are of that type, whatever q's is.
   [[nodiscard]] constexpr bool narrow() const { return stored != Stored::half; }
   [[nodiscard]] constexpr Half product() const { return narrow() ? Half::float16 : type; }

@@ -146,7 +146,7 @@ TEST(DecodePlan, ClustersForAFewShortSequences) {
 
 // A block that has a multiprocessor to itself has twice the bytes under way, if there are so many for it.
 TEST(DecodePlan, BlocksAloneHaveMoreStages) {
-  const DecodeConfig two = decode_config(hopper, problem_of(64, 32, 8, 1, 8192), false);
+  const DecodeConfig two = decode_config(hopper, problem_of(64, 32, 8, 1, 1024), false);
   const DecodeConfig one = decode_config(hopper, problem_of(1, 32, 8, 1, 8192), false);
   EXPECT_EQ(two.per_sm, 2);
   EXPECT_EQ(one.per_sm, 1);
@@ -156,6 +156,32 @@ TEST(DecodePlan, BlocksAloneHaveMoreStages) {
   constexpr DeviceLimits small{80, 163 << 10, 108};
   EXPECT_EQ(decode_config(small, problem_of(1, 8, 2, 1, 8192), false).stages,
             decode_config(small, problem_of(64, 8, 2, 1, 8192), false).stages);
+}
+
+// A tile of many keys is one block's of twice the warps, and its keys are cut as they would be.
+TEST(DecodePlan, LongTilesHaveAMultiprocessorEach) {
+  const DecodeConfig two = decode_config(hopper, problem_of(64, 32, 8, 1, 1024), false);
+  const Problem longer = problem_of(64, 32, 8, 1, 2048);
+  const DecodeConfig one = decode_config(hopper, longer, false);
+  EXPECT_EQ(two.per_sm, 2);
+  EXPECT_EQ(one.per_sm, 1);
+  EXPECT_EQ(one.warps, 2 * two.warps);
+  EXPECT_EQ(one.stages, two.stages);
+  EXPECT_TRUE(one.asks_early());
+  EXPECT_LE(shared_of(one), hopper.shared_per_block);
+  EXPECT_EQ(blocks_of(one, longer), 64 * 8);
+  DecodeConfig as_two = two;
+  as_two.aligned = one.aligned;
+  const DecodeParams a = decode_params(one, longer, {}), b = decode_params(as_two, longer, {});
+  EXPECT_EQ(a.parts.divisor, b.parts.divisor);
+  EXPECT_EQ(a.most_splits.divisor, b.most_splits.divisor);
+  // Not where num_splits is given, which counts blocks, nor where it was not measured.
+  Problem given = longer;
+  given.cache.num_splits = 1;
+  EXPECT_EQ(decode_config(hopper, given, false).warps, two.warps);
+  constexpr DeviceLimits ampere{80, 163 << 10, 108};
+  EXPECT_EQ(decode_config(ampere, longer, false).warps,
+            decode_config(ampere, problem_of(64, 32, 8, 1, 1024), false).warps);
 }
 
 // Nothing outside the tensors is touched, whatever the device's lengths and tables say.

@@ -226,13 +226,16 @@ def test_a_cache_of_8_bits(device, case, stored):
         Case(device, dtype, stored=stored, **EIGHT_BITS[case]).check()
 
 
-def test_long_sequences_in_any_batch_have_the_same_bits(device):
+# A GPU with a tile for each of its multiprocessors and more has blocks of other sizes.
+@pytest.mark.parametrize("large", [False, True])
+def test_long_sequences_in_any_batch_have_the_same_bits(device, large):
     dtype = DTYPES[device][0]
-    q = torch.randn(3, 1, 8, 64, device=device).to(dtype)
-    k, v = (torch.randn(3, 3000, 2, 64, device=device).to(dtype) for _ in range(2))
-    lengths = int32([3000, 17, 1500], device)
+    batch = (128 if device == "cuda" else 9) if large else 3
+    q = torch.randn(batch, 1, 8, 64, device=device).to(dtype)
+    k, v = (torch.randn(batch, 3000, 2, 64, device=device).to(dtype) for _ in range(2))
+    lengths = int32([(3000, 17, 1500, 2999, 2048, 64)[i % 6] for i in range(batch)], device)
     out, lse = tessera.decode(q, k, v, lengths, return_lse=True)
-    for b in range(3):
+    for b in (0, 1, 2, batch - 1):
         one = slice(b, b + 1)
         alone, alone_lse = tessera.decode(q[one], k[one], v[one], lengths[one], return_lse=True)
         assert torch.equal(alone, out[one])

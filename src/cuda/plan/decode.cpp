@@ -13,6 +13,7 @@ constexpr std::int64_t split_fewest = 32, split_rows = 256;
 constexpr std::int64_t fewest_parts = 32, parts_of_all_heads = 512;
 constexpr std::int64_t enough_blocks = 240;   // for a GPU; a block takes more parts only where there are more
 constexpr std::int64_t cluster_keys = 64;     // of a warp: with more, all multiprocessors count for more
+constexpr std::int64_t merged_keys = 512;     // of a warp: with fewer, blocks begin and end too often
 constexpr std::int64_t workspace_step = 256;  // bytes
 
 Stored stored_of(const Problem& problem) {
@@ -95,7 +96,11 @@ DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, b
   if (!clusters || config.levels == 0 || problem.max_seqlen_k > most_cluster * config.warps * cluster_keys) {
     const std::int64_t keys_of_warp = ceil_div(problem.max_seqlen_k, cut.most_splits * config.warps);
     const bool many = keys_of_warp > (config.stages - 1) * config.keys;
-    return many && cut.blocks() <= limits.multiprocessors ? alone(limits, config) : config;
+    if (many && cut.blocks() <= limits.multiprocessors) return alone(limits, config);
+    // A block for each tile anyway. How keys are cut does not depend on it.
+    const bool whole =
+        cut.most_splits == 1 && cut.given_parts == 0 && problem.max_seqlen_q <= cut.split_queries;
+    return whole && keys_of_warp >= merged_keys ? merged(limits, config) : config;
   }
   const std::int64_t tiles = cut.all_tiles * cut.head_tiles_k;
   std::int64_t splits = cut.most_splits;

@@ -52,6 +52,8 @@ void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half t
     list.push_back(entry(config));
     if (const DecodeConfig deep = alone(limits, config); rows == few && deep.stages != config.stages)
       list.push_back(entry(deep));
+    if (const DecodeConfig one = merged(limits, config); rows == few && one.warps != config.warps)
+      list.push_back(entry(one));
     for (const int cluster : {4, 8}) {
       if (limits.arch != 90 || config.levels == 0) continue;
       config.cluster = cluster;
@@ -91,6 +93,7 @@ void visit_every(const DeviceLimits& limits, Half type, int head_dim, int head_d
         DecodeConfig config = decode_config(limits, type, head_dim, head_dim_v, rows, aligned, stored);
         add(config);
         add(alone(limits, config));
+        add(merged(limits, config));
         for (const int cluster : {2, 4, 8}) {
           if (limits.arch != 90 || config.levels == 0) continue;
           config.cluster = cluster;

@@ -396,6 +396,13 @@ DecodeConfig alone(const DeviceLimits& limits, DecodeConfig config) {
   deep.stages *= 2;
   return shared_of(deep) <= limits.shared_per_block ? deep : config;
 }
+DecodeConfig merged(const DeviceLimits& limits, DecodeConfig config) {
+  DecodeConfig one = config;
+  one.per_sm = 1;
+  one.warps *= 2;
+  const bool measured = limits.arch >= 90, joins = config.levels > 0;
+  return measured && joins && config.per_sm == 2 && shared_of(one) <= limits.shared_per_block ? one : config;
+}
 DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,
                          bool aligned) {
   DbiasConfig config{type, tile_width(head_dim), tile_width(head_dim_v), 64, aligned, terms};
