@@ -4,6 +4,8 @@
 // together, and while the second still runs S(n) becomes P(n). Among warpgroups, where they are two, they are
 // issued in turn, so that the softmax of one falls into the products of another; more of them need no order.
 //
+// Of a few queries a tile has several of the heads that share a key head, a power of two of rows each.
+//
 // NOTES.md beside this file has the roofline and what was tried.
 #pragma once
 
@@ -52,22 +54,50 @@ struct ForwardShared
   SortedSequences sequences;
 };
 
+// Where a tile has several heads: that of one of its rows, and which of the head's rows that is. Of all rows
+// of a warp the head is the same.
+template <Sm90ForwardConfig C>
+[[nodiscard]] __device__ __forceinline__ int head_of(const Sm90ForwardParams& params, int first_head,
+                                                     int row) {
+  return C.grouped ? first_head + row / params.order.head_rows : first_head;
+}
+template <Sm90ForwardConfig C>
+[[nodiscard]] __device__ __forceinline__ int row_of(const Sm90ForwardParams& params, int row) {
+  return C.grouped ? row & (params.order.head_rows - 1) : row;
+}
+// Of those that share a key head.
+[[nodiscard]] __device__ __forceinline__ int last_head(const Sm90ForwardParams& params, int head) {
+  return (params.order.group_size.quotient(head) + 1) * params.attention.group_size - 1;
+}
+
 // ---- The producer: one thread.
 
 template <Sm90ForwardConfig C>
 __device__ __forceinline__ void produce(const Sm90ForwardParams& params, ForwardShared<C>& shared) {
   Cursor<C.q_stages> q;
   Cursor<C.stages> k, v;
-  for (Schedule<C.block_m, C.block_n> schedule(params, shared.sequences); schedule.more(); schedule.next()) {
+  for (Schedule<C.block_m, C.block_n, C.grouped> schedule(params, shared.sequences); schedule.more();
+       schedule.next()) {
     const ForwardWork work = schedule.work();
     if (!work.there()) continue;
     const int b = params.attention.packed() ? 0 : work.b, head_k = params.order.group_size.quotient(work.h);
     const auto load_q = [&] {
 #pragma unroll
       for (int i = 0; i < C.consumers(); ++i) {
-        begin_load(shared.q_there[q.stage][i], q.parity, group_rows * C.head_dim * 2);
-        load_tile<Reuse::once>(shared.queries[q.stage][i].q, params.q, shared.q_there[q.stage][i].full,
-                               work.sequence.q_begin + work.first_query + i * group_rows, work.h, b);
+        Barriers& there = shared.q_there[q.stage][i];
+        auto& tile = shared.queries[q.stage][i].q;
+        begin_load(there, q.parity, group_rows * C.head_dim * 2);
+        if constexpr (C.grouped) {
+          const int rows = params.order.head_rows, last = last_head(params, work.h);
+#pragma unroll 1
+          for (int row = 0; row < group_rows; row += rows) {
+            const int head = work.h + (i * group_rows + row) / rows;  // the last one takes the place of none
+            load_tile<Reuse::once>(tile, params.q, there.full, 0, min(head, last), b, row);
+          }
+        } else {
+          load_tile<Reuse::once>(tile, params.q, there.full,
+                                 work.sequence.q_begin + work.first_query + i * group_rows, work.h, b);
+        }
       }
       q.next();
     };
@@ -117,9 +147,17 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
                                        QueryTile<C>& place, tile::Softmax<1>& softmax,
                                        tile::FragmentC (&acc_o)[1][nv]) {
   const AttentionParams& params = all.attention;
-  const auto& [b, h, sequence, first_query, queries, first_block, past_block] = work;
-  const int warp_row = ptx::warp_index() % 4 * warp_rows, first_row = group * group_rows + warp_row;
-  const int rows_there = sequence.allocated_q - first_query;
+  const auto& [b, tile_head, sequence, first_query, queries, first_block, past_block] = work;
+  const int warp_row = ptx::warp_index() % 4 * warp_rows, tile_row = group * group_rows + warp_row;
+  const int first_row = row_of<C>(all, tile_row);
+  int h = head_of<C>(all, tile_head, tile_row), rows_there = sequence.allocated_q - first_query;
+  if constexpr (C.grouped) {  // a tile may have room for more heads than there are
+    const int last = last_head(all, tile_head);
+    if (h > last) {
+      h = last;
+      rows_there = 0;
+    }
+  }
   const bool has_sink = params.sinks != nullptr;
   const float sink = has_sink
                          ? tile::load_number<C.type>(params.sinks, h * params.sinks_stride, params.sinks_wide)
@@ -149,6 +187,7 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
   auto& o = place.o;
   using Tile = tile::PanelTile<group_rows, C.head_dim_v>;
   // A packed sequence may end among the warp's rows, and the next begin there.
+  if (C.grouped && rows_there == 0) return;
   if (all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there)) {
     const int lane = ptx::thread_index() % 32;
 #pragma unroll
@@ -169,9 +208,10 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
       cute::tma_store_arrive();
     }
   } else {
-    tile::store_tile<C.type>(acc_o, o, warp_row, params.o, b,
-                             sequence.q_begin + first_query + group * group_rows, h,
-                             rows_there - group * group_rows, 0, params.head_dim_v);
+    tile::store_tile<C.type>(
+        acc_o, o, warp_row, params.o, b,
+        sequence.q_begin + first_query + (C.grouped ? first_row - warp_row : group * group_rows), h,
+        rows_there - (C.grouped ? first_row - warp_row : group * group_rows), 0, params.head_dim_v);
     ptx::publish_shared();
   }
 }
@@ -182,7 +222,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   constexpr auto by_keys = tile::Orientation::queries_by_keys;
   constexpr tile::Units units = tile::units_of(C.terms);
   const AttentionParams& params = all.attention;
-  const int group = ptx::warp_index() / 4, warp_row = ptx::warp_index() * warp_rows;
+  const int group = ptx::warp_index() / 4, tile_row = ptx::warp_index() * warp_rows,
+            warp_row = row_of<C>(all, tile_row);
   const tile::PanelOperand k_operand(shared.k[0]);
   const tile::PanelOperand v_operand(shared.v[0]);
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
@@ -191,9 +232,10 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   // Registers beside those of s, p and o. Where they are scarce, what can be found again is not kept.
   constexpr bool roomy = C.block_n / 2 + C.block_n / 4 + C.head_dim_v / 2 <= 160;
   constexpr int widest = C.head_dim > C.head_dim_v ? C.head_dim : C.head_dim_v;
-  constexpr bool scarce = (widest > 96 && is_several(C.terms)) ||
+  constexpr bool scarce = (widest > 96 && is_several(C.terms)) || (C.grouped && !roomy) ||
                           (widest > 128 && has(C.terms, Terms::softcap | Terms::dropout | Terms::wide_bias));
   const CapInExponent& cap = params.cap;
+  const auto own_row = [&] { return scarce ? row_of<C>(all, row_again()) : warp_row; };  // the warp's first
   // The warp is done with a buffer.
   const auto release = [](ptx::Barrier& empty) {
     if (threadIdx.x % 32 == 0) ptx::arrive(empty);
@@ -224,7 +266,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
 
   // The next tile is found while the last product of this one runs.
   constexpr bool early = C.terms == Terms::plain && roomy;
-  Schedule<C.block_m, C.block_n> schedule(all, shared.sequences);
+  Schedule<C.block_m, C.block_n, C.grouped> schedule(all, shared.sequences);
   ForwardWork next = schedule.work();
   while (schedule.more()) {
     const ForwardWork work = next;
@@ -237,7 +279,9 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const NarrowMask mask = all.mask(sequence);
     NarrowMask::Range whole{0, sequence.seqlen_k};
     int first_block = tile_first_block, past_block = tile_past_block;
-    if (all.order.masked || queries < C.block_m) {
+    if (C.grouped) {  // all of its heads have the same queries
+      whole = mask.keys_of_all({0, queries});
+    } else if (all.order.masked || queries < C.block_m) {
       const int first_row = first_query + group * group_rows;
       whole = mask.keys_of_all({first_row, first_row + group_rows});
       // Blocks that others of the tile's queries see. Who takes turns takes part in all of them.
@@ -264,7 +308,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const int first_whole = (static_cast<unsigned>(whole.begin) + C.block_n - 1) / C.block_n,
               past_whole = static_cast<unsigned>(whole.end) / C.block_n;
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms, scarce>;
-    const ScoreTerms terms(params, sequence, b, h);
+    const ScoreTerms terms(params, sequence, b, head_of<C>(all, h, tile_row));
     QueryTile<C>& place = shared.queries[q.stage][group];
     const tile::PanelOperand q_operand(place.q);
 
@@ -313,7 +357,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         cute::cp_async_wait<0>();
         const int own = scarce ? group_again() : group;
         ptx::meet(meeting_of(own), group_threads);
-        terms.add_bias(scores, scale, shared.bias[own], (scarce ? row_again() : warp_row) - own * group_rows);
+        terms.add_bias(scores, scale, shared.bias[own], own_row() - own * group_rows);
         if constexpr (scarce) ptx::settle(scores[0]);  // else this waits until the next bias is asked for
         ptx::meet(meeting_of(own), group_threads);
         if (block > first_block) load_bias(block - 1);
@@ -344,7 +388,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       const int first_key = block * C.block_n;
       const bool partly = block < first_whole || block >= past_whole;
       const auto hide = [&] {
-        if (partly) tile::hide(s, mask.tile(first_query + (scarce ? row_again() : warp_row), first_key));
+        if (partly) tile::hide(s, mask.tile(first_query + own_row(), first_key));
       };
       const auto exponentiate = [&](const auto&... exponent_of) {
 #pragma unroll
@@ -381,7 +425,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
       if (!capped) {
         terms.template apply<by_keys>(
-            s, first_query + (scarce ? row_again() : warp_row), first_key,
+            s, first_query + own_row(), first_key,
             [&](auto& scores, float scale) { add_bias(scores, scale, block); }, [](int, int, float) {});
         hide();
         softmax.prepare(s, scale_log2, shrink);
@@ -397,7 +441,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         constexpr int parts = decltype(shared.kept)::parts;
 #pragma unroll(scarce ? 2 : parts)
         for (int i = 0; i < parts; ++i)
-          terms.choose(shared.kept, i, first_query + (scarce ? row_again() : warp_row), block * C.block_n);
+          terms.choose(shared.kept, i, first_query + own_row(), block * C.block_n);
         __syncwarp();
       }
     };
@@ -499,7 +543,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
 
 template <Sm90ForwardConfig C>
 __device__ void forward(const Sm90ForwardParams& params) {
-  static_assert(C.block_m % group_rows == 0 && C.block_n % 16 == 0);
+  static_assert(C.block_m % group_rows == 0 && C.block_n % 16 == 0 &&
+                (!C.grouped || C.terms == Terms::plain));
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<C>*>(shared_bytes);
   if (threadIdx.x == 0) {

@@ -47,16 +47,17 @@ __device__ __forceinline__ void begin_load(Barriers& barriers, unsigned parity, 
   barriers.full.arrive_and_expect_tx(bytes);
 }
 
-// Rows from `row` on, whatever lies there; zeros beyond the tensor.
+// Rows from `row` on, whatever lies there; zeros beyond the tensor. To the tile's rows from `to` on.
 template <Reuse reuse, class Tile>
 __device__ __forceinline__ void load_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int row,
-                                          int head, int b) {
+                                          int head, int b, int to = 0) {
   constexpr auto hint =
       reuse == Reuse::soon ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_FIRST;
 #pragma unroll
   for (int i = 0; i < Tile::panels; ++i) {
     cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
-                                 tile.data + i * Tile::panel_bytes, i * Tile::width, row, head, b);
+                                 tile.data + i * Tile::panel_bytes + to * Tile::row_bytes, i * Tile::width,
+                                 row, head, b);
   }
 }
 

@@ -67,7 +67,7 @@ struct SortedSequences {
 };
 
 // The tiles of one block of threads.
-template <int block_m, int block_n>
+template <int block_m, int block_n, bool grouped>
 class Schedule {
  public:
   __device__ Schedule(const Sm90ForwardParams& params, const SortedSequences& sorted)
@@ -99,6 +99,10 @@ class Schedule {
       work.b = static_cast<int>(order.num_heads_q.quotient(head));
     }
     work.h = static_cast<int>(params.packed() ? head : order.num_heads_q.remainder(head));
+    if constexpr (grouped) {
+      work.h = work.h * params.group_size + m_block * (block_m / order.head_rows);  // the tile's first
+      m_block = 0;
+    }
     work.sequence = params.sequence(work.b);
     // Behind the last sequence's tiles it is negative, and so not there.
     if (order.sorted) m_block = tiles_of(work.sequence.allocated_q, block_m) - 1 - m_block;

@@ -57,6 +57,7 @@ struct Sm90ForwardConfig {
   int q_stages;  // of q, which o leaves through
   bool turns;    // the warpgroups issue their products in turn
   Terms terms;
+  bool grouped = false;  // a tile has some of the heads that share a key head, 16, 32 or 64 rows of each
 
   [[nodiscard]] constexpr int consumers() const { return block_m / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }

@@ -142,6 +142,8 @@ struct TileOrder {
 
   // Of what was said so far, so that a GPU need not work it out for every tile.
   unsigned pairs = 0, units = 0;
+  // Where a tile has several heads: the rows that each has of it, a power of two. `heads` are key heads then.
+  int head_rows = 0;
 
   // Units of a head that follow one another.
   [[nodiscard]] constexpr unsigned units_of_head() const { return paired ? (rows - apart + 1) / 2 : rows; }

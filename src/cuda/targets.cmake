@@ -20,6 +20,7 @@ set(cuda_driver_sources
 set(cuda_plan_sources
   cuda/plan/pack.cpp
   cuda/plan/decode.cpp
+  cuda/plan/order.cpp
   cuda/plan/plan.cpp)
 set(cuda_launch_sources
   cuda/launch/kernels.cpp

@@ -235,6 +235,22 @@ std::vector<NamedCase> fixed_cases() {
       "length_many_blocks: batch=3 seqlen_q=300 seqlen_k=300 num_heads_q=16 num_heads_k=16 head_dim=8 "
       "head_dim_v=8 causal=1 dtype=bfloat16 o_dtype=bfloat16 grad_dtype=bfloat16",
 
+      // A few queries of heads that share a key head, more of them than a GPU has multiprocessors.
+      "group_5: batch=14 seqlen_q=5 seqlen_k=70 num_heads_q=10 num_heads_k=2 head_dim=64 head_dim_v=64 "
+      "causal=1 dtype=bfloat16",
+      "group_16: batch=4 seqlen_q=16 seqlen_k=33 num_heads_q=40 num_heads_k=2 head_dim=96 head_dim_v=96 "
+      "dtype=float16",
+      "group_20: batch=10 seqlen_q=20 seqlen_k=70 num_heads_q=14 num_heads_k=2 head_dim=128 head_dim_v=128 "
+      "window_left=30 sinks=1 dtype=float16",
+      "group_64: batch=9 seqlen_q=64 seqlen_k=130 num_heads_q=16 num_heads_k=2 head_dim=8 head_dim_v=8 "
+      "seqused_k=1 causal=1 dtype=bfloat16 q_layout=bhsd",
+      "group_3_head_dim_256: batch=17 seqlen_q=3 seqlen_k=20 num_heads_q=8 num_heads_k=2 head_dim=256 "
+      "head_dim_v=256 dtype=bfloat16",
+      "group_40_192_128: batch=23 seqlen_q=40 seqlen_k=50 num_heads_q=6 num_heads_k=1 head_dim=192 "
+      "head_dim_v=128 causal=1 dtype=float16",
+      "group_9_head_dim_192: batch=23 seqlen_q=9 seqlen_k=30 num_heads_q=6 num_heads_k=1 head_dim=192 "
+      "head_dim_v=192 causal=1 dtype=bfloat16 o_dtype=float32",
+
       // What the rows of k and v have in common cancels in dq and dk, and roundings of o do not.
       "mean_1: seqlen_q=256 seqlen_k=256 mean=1 num_heads_q=2 dtype=bfloat16 o_dtype=bfloat16 "
       "grad_dtype=bfloat16",

@@ -156,7 +156,7 @@ TEST(Plan, NamesTellConfigsApart) {
   expect_different_names(forwards);
 
   const Sm90ForwardConfig s = sm90_forward_config(Half::bfloat16, 128, 128, Terms::plain);
-  std::vector<Sm90ForwardConfig> hoppers(10, s);
+  std::vector<Sm90ForwardConfig> hoppers(11, s);
   hoppers[1].type = Half::float16;
   hoppers[2].head_dim = 64;
   hoppers[3].head_dim_v = 64;
@@ -166,6 +166,7 @@ TEST(Plan, NamesTellConfigsApart) {
   hoppers[7].q_stages = 1;
   hoppers[8].turns = !s.turns;
   hoppers[9].terms = every_term;
+  hoppers[10].grouped = true;
   expect_different_names(hoppers);
 
   const Sm90BackwardConfig r = sm90_backward_config(Half::bfloat16, 128, 128, Terms::plain);
@@ -273,7 +274,7 @@ TEST(Plan, GridsCoverEveryRow) {
 TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   constexpr DeviceLimits limits{90, 227 << 10, 132};
   const Problem p = problem_of(3, 1000, 5, 64), small = problem_of(1, 1000, 1, 64);
-  const Sm90ForwardConfig f = sm90_forward_config(p);
+  const Sm90ForwardConfig f = sm90_forward_config(limits, p);
   const int rows = tiles_of(1000, f.block_m);
   EXPECT_EQ(forward_tiles(f, p), 3 * rows * 5);
   EXPECT_EQ(blocks_of(f, p, limits), std::min(132, 3 * rows * 5));
@@ -288,7 +289,7 @@ TEST(Plan, HoppersForwardFillsTheDeviceAndNoMore) {
   causal.window_right = 0;
   EXPECT_FALSE(tile_order(f, causal, limits).paired);  // few tiles
   causal.batch = 30;
-  const TileOrder pairs = tile_order(sm90_forward_config(causal), causal, limits);
+  const TileOrder pairs = tile_order(sm90_forward_config(limits, causal), causal, limits);
   EXPECT_TRUE(pairs.paired);
   EXPECT_EQ(pairs.units, ((pairs.rows - pairs.apart + 1) / 2 + pairs.apart) * 150);
 }
@@ -308,7 +309,7 @@ TEST(Plan, HoppersForwardDealsOutEveryTile) {
             p.max_seqlen_q = p.max_seqlen_k = seqlen;
             p.packed = packed;
             if (causal) p.window_right = 0;
-            const Sm90ForwardConfig config = sm90_forward_config(p);
+            const Sm90ForwardConfig config = sm90_forward_config(limits, p);
             const TileOrder order = tile_order(config, p, limits);
             const auto blocks = static_cast<unsigned>(blocks_of(config, p, limits));
             ASSERT_GT(blocks, 0U);
@@ -336,6 +337,40 @@ TEST(Plan, HoppersForwardDealsOutEveryTile) {
   }
 }
 
+// Of a few queries a tile has several heads, where that makes fewer turns.
+TEST(Plan, HoppersForwardHasSeveralHeadsInATile) {
+  constexpr DeviceLimits limits{90, 227 << 10, 132};
+  const auto problem = [](int batch, std::int64_t seqlen, int heads, int group) {
+    Problem p = problem_of(batch, seqlen, heads, 128);
+    p.max_seqlen_q = p.max_seqlen_k = seqlen;
+    p.num_heads_k = heads / group;
+    p.group_size = group;
+    return p;
+  };
+  for (const std::int64_t seqlen : {1, 16, 17, 64}) {
+    const Problem p = problem(20, seqlen, 28, 7);
+    const Sm90ForwardConfig config = sm90_forward_config(limits, p);
+    EXPECT_TRUE(config.grouped) << seqlen;
+    const TileOrder order = tile_order(config, p, limits);
+    EXPECT_GE(order.head_rows, seqlen);
+    EXPECT_LE(order.head_rows, 64);
+    EXPECT_EQ(config.block_m % order.head_rows, 0);
+    EXPECT_EQ(order.heads, 20U * 4);
+    EXPECT_EQ(order.rows, static_cast<unsigned>((7 * order.head_rows + config.block_m - 1) / config.block_m));
+    EXPECT_FALSE(order.paired);
+    EXPECT_EQ(blocks_of(config, p, limits), std::min<std::int64_t>(forward_tiles(config, p), 132));
+  }
+  EXPECT_FALSE(sm90_forward_config(limits, problem(20, 65, 28, 7)).grouped);  // a tile of its own each
+  EXPECT_FALSE(sm90_forward_config(limits, problem(1, 16, 28, 7)).grouped);   // few tiles
+  EXPECT_FALSE(sm90_forward_config(limits, problem(20, 16, 28, 1)).grouped);  // no group
+  Problem other = problem(20, 16, 28, 7);
+  other.softcap = 30;
+  EXPECT_FALSE(sm90_forward_config(limits, other).grouped);
+  other = problem(20, 16, 28, 7);
+  other.packed = true;
+  EXPECT_FALSE(sm90_forward_config(limits, other).grouped);
+}
+
 // Pairs of tiles that do not fill their last turn leave multiprocessors without work: the rows that stay
 // apart keep that small.
 TEST(Plan, HoppersForwardFillsItsLastTurn) {
@@ -347,7 +382,7 @@ TEST(Plan, HoppersForwardFillsItsLastTurn) {
       p.max_seqlen_q = p.max_seqlen_k = seqlen;
       p.window_right = 0;
       p.window_left = window;
-      const Sm90ForwardConfig config = sm90_forward_config(p);
+      const Sm90ForwardConfig config = sm90_forward_config(limits, p);
       const TileOrder order = tile_order(config, p, limits);
       ASSERT_TRUE(order.paired);
       std::int64_t most = 0, all = 0;

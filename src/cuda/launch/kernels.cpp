@@ -144,10 +144,11 @@ Status run_forward(const Context& context, const Problem& problem, bool only_loa
 }
 
 Status run_forward_sm90(const Context& context, const Problem& problem, bool only_load) {
-  const Sm90ForwardConfig config = sm90_forward_config(problem);
+  const DeviceLimits limits = limits_of(context.facts());
+  const Sm90ForwardConfig config = sm90_forward_config(limits, problem);
   Sm90ForwardParams params{};
   static_cast<Sm90Params&>(params) = sm90_params(problem, make_params(problem));
-  params.order = tile_order(config, problem, limits_of(context.facts()));
+  params.order = tile_order(config, problem, limits);
   if (!only_load && forward_tiles(config, problem) > 0) {
     if (Status status = fill_maps(config, problem, params); !status.ok()) return status;
   }
@@ -305,8 +306,9 @@ std::string why_not_sm90(const Problem& problem) {
   if (std::max(problem.rows_q, problem.rows_k) >= NarrowMask::unbounded)
     return "q or k has 2^29 rows or more";
   if (problem.direction == Direction::backward) return why_not(problem);
-  const std::int64_t tiles = std::max({problem.batch * problem.num_heads_q, problem.num_heads_q,
-                                       forward_tiles(sm90_forward_config(problem), problem)});
+  const std::int64_t tiles =
+      std::max({problem.batch * problem.num_heads_q, problem.num_heads_q,
+                forward_tiles(sm90_forward_config(limits_of(problem), problem), problem)});
   if (tiles > max_blocks) return "the problem has " + std::to_string(tiles) + " tiles, more than 2^31 - 1";
   return "";
 }
@@ -358,7 +360,7 @@ Plan plan_sm90(const Problem& problem) {
     plan.threads = threads_of(config);
   };
   if (problem.direction == Direction::forward) {
-    fill(sm90_forward_config(problem));
+    fill(sm90_forward_config(limits_of(problem), problem));
     return plan;
   }
   const std::optional<Sm90BackwardConfig> config = own_backward(problem);
@@ -430,7 +432,8 @@ void describe_sm90(const Problem& problem, Explanation& explanation) {
   } else if (backward) {
     describe_kernel(context.value(), *backward, explanation);
   } else {
-    describe_kernel(context.value(), sm90_forward_config(problem), explanation);
+    describe_kernel(context.value(), sm90_forward_config(limits_of(context.value().facts()), problem),
+                    explanation);
   }
 }
 

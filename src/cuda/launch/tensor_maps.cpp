@@ -82,7 +82,8 @@ Status fill_maps(const Sm90ForwardConfig& config, const Problem& problem, Sm90Fo
   const Dimensions queries = queries_of(problem, problem.head_dim), keys = keys_of(problem, problem.head_dim),
                    values = keys_of(problem, problem.head_dim_v),
                    outputs = queries_of(problem, problem.head_dim_v);
-  if (Status status = encode(problem.q, queries, width, group_rows, anywhere, params.q); !status.ok())
+  const int q_rows = config.grouped ? params.order.head_rows : group_rows;
+  if (Status status = encode(problem.q, queries, width, q_rows, anywhere, params.q); !status.ok())
     return status;
   if (Status status = encode(problem.k, keys, width, config.block_n, anywhere, params.k); !status.ok())
     return status;

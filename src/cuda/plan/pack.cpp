@@ -18,12 +18,20 @@ PackEntry entry(const Config& config) {
   return {kernel_name(config), program_text(config), shared_of(config)};
 }
 
+Sm90ForwardConfig grouped(Sm90ForwardConfig config) {
+  config.grouped = true;
+  return config;
+}
+
 void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
   const auto add = [&](int head_dim, int head_dim_v, Terms terms) {
     list.push_back(entry(sm90_forward_config(type, head_dim, head_dim_v, terms)));
   };
   for (const int head_dim : {64, 96, 128, 192, 256}) add(head_dim, head_dim, Terms::plain);
   add(192, 128, Terms::plain);
+  for (const int head_dim : {64, 128}) {
+    list.push_back(entry(grouped(sm90_forward_config(type, head_dim, head_dim, Terms::plain))));
+  }
   for (const Terms terms :
        {Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias, Terms::bias | Terms::wide_bias}) {
     for (const int head_dim : {64, 128}) add(head_dim, head_dim, terms);
@@ -75,7 +83,9 @@ void visit_every(const DeviceLimits& limits, Half type, int head_dim, int head_d
     const bool wide = has(terms, Terms::wide_bias);
     if (wide && !has(terms, Terms::bias)) continue;
     if (limits.arch == 90) {
-      add(sm90_forward_config(type, head_dim, head_dim_v, terms));
+      const Sm90ForwardConfig config = sm90_forward_config(type, head_dim, head_dim_v, terms);
+      add(config);
+      if (terms == Terms::plain) add(grouped(config));
       for (const bool ordered : {false, true}) {
         if (!wide) add(sm90_backward_config(type, head_dim, head_dim_v, terms, ordered));
       }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -53,9 +52,9 @@ std::string spelled(const ForwardConfig& c) {
                 spelled(c.aligned), spelled(c.terms).c_str());
 }
 std::string spelled(const Sm90ForwardConfig& c) {
-  return format("Sm90ForwardConfig{%s, %d, %d, %d, %d, %d, %d, %s, %s}", spelled(c.type), c.head_dim,
+  return format("Sm90ForwardConfig{%s, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.stages, c.q_stages, spelled(c.turns),
-                spelled(c.terms).c_str());
+                spelled(c.terms).c_str(), spelled(c.grouped));
 }
 std::string spelled(const BackwardConfig& c) {
   return format("BackwardConfig{%s, %d, %d, %d, %d, %d, %d, %d, %d, %s, %s, %s}", spelled(c.type), c.head_dim,
@@ -178,11 +177,6 @@ Terms terms_of(const Problem& problem) {
   if (problem.dropout.active()) terms = terms | Terms::dropout;
   return terms;
 }
-// By a causal mask or a window; where they reach beyond every key they mean nothing.
-bool is_masked(const Problem& problem) {
-  return problem.window_left < problem.max_seqlen_q + problem.max_seqlen_k ||
-         problem.window_right < problem.max_seqlen_q + problem.max_seqlen_k;
-}
 bool inputs_aligned(const Problem& problem) {
   const bool whole = problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0;
   const bool forward = rows_aligned(problem.q) && rows_aligned(problem.k) && rows_aligned(problem.v);
@@ -218,9 +212,9 @@ std::string kernel_name(const ForwardConfig& c) {
                 terms_name(c.terms).c_str(), aligned_name(c.aligned));
 }
 std::string kernel_name(const Sm90ForwardConfig& c) {
-  return format("tessera_sm90_forward_%s_d%dx%d_m%dn%ds%dq%d%s_%s", type_name(c.type), c.head_dim,
+  return format("tessera_sm90_forward_%s_d%dx%d_m%dn%ds%dq%d%s_%s%s", type_name(c.type), c.head_dim,
                 c.head_dim_v, c.block_m, c.block_n, c.stages, c.q_stages, c.turns ? "t" : "",
-                terms_name(c.terms).c_str());
+                terms_name(c.terms).c_str(), c.grouped ? "_grouped" : "");
 }
 std::string kernel_name(const BackwardConfig& c) {
   return format("tessera_sm80_backward_%s_d%dx%d_m%dn%d_split%d_stages%d_dq%d%s_%s%s", type_name(c.type),
@@ -422,9 +416,11 @@ Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, T
           tiles.block_m,  tiles.block_n,        tiles.stages,
           tiles.q_stages, tiles.turns,          terms};
 }
-Sm90ForwardConfig sm90_forward_config(const Problem& problem) {
-  return sm90_forward_config(half_of(problem), static_cast<int>(problem.head_dim),
-                             static_cast<int>(problem.head_dim_v), terms_of(problem));
+Sm90ForwardConfig sm90_forward_config(const DeviceLimits& limits, const Problem& problem) {
+  Sm90ForwardConfig config = sm90_forward_config(half_of(problem), static_cast<int>(problem.head_dim),
+                                                 static_cast<int>(problem.head_dim_v), terms_of(problem));
+  config.grouped = groups_heads(config, limits, problem);
+  return config;
 }
 
 Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms, bool ordered) {
@@ -469,67 +465,6 @@ RowsArg rows_arg(const View& view) {
 
 std::int64_t blocks_of(const ForwardConfig& config, const Problem& problem) {
   return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
-}
-std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem) {
-  return problem.rows_q == 0 ? 0 : tiles_q(problem, config.block_m) * problem.num_heads_q;
-}
-namespace {
-
-// How many rows of tiles stay apart so that the longest way of a multiprocessor is shortest.
-unsigned rows_apart(TileOrder order, const Sm90ForwardConfig& config, const Problem& problem,
-                    unsigned multiprocessors) {
-  const Mask mask{problem.max_seqlen_q, problem.max_seqlen_k, problem.window_left, problem.window_right,
-                  problem.alignment == Alignment::top_left ? 0 : problem.max_seqlen_k - problem.max_seqlen_q};
-  constexpr std::int64_t beside = 256;  // what a tile takes apart from its keys, in keys
-  const auto cost = [&](unsigned row) {
-    const std::int64_t first = std::int64_t{row} * config.block_m;
-    return mask.keys_of_any({first, std::min(first + config.block_m, problem.max_seqlen_q)}).size() + beside;
-  };
-  constexpr unsigned most = 32;
-  std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
-  unsigned best = 0;
-  for (unsigned apart = 0; apart <= std::min(most, order.rows / 2); ++apart) {
-    order.apart = apart;
-    order.count();
-    const unsigned pairs = order.pairs, middle = (order.rows - apart - 1) / 2;
-    const std::int64_t pair =
-        std::max(cost(order.rows - 1) + cost(apart), cost(order.rows - 1 - middle) + cost(apart + middle));
-    std::int64_t way = (pairs + multiprocessors - 1) / multiprocessors * pair;
-    // Who has no pair in the last turn has a single tile.
-    for (unsigned unit = (pairs + multiprocessors - 1) / multiprocessors * multiprocessors;
-         unit < order.units; unit += multiprocessors)
-      way += cost(apart - 1 - (unit - pairs) / order.heads);
-    if (way < shortest) {
-      shortest = way;
-      best = apart;
-    }
-  }
-  return best;
-}
-
-}  // namespace
-
-TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
-  const std::int64_t heads = (problem.packed ? 1 : problem.batch) * problem.num_heads_q;
-  if (forward_tiles(config, problem) == 0) return {};
-  TileOrder order{};
-  order.heads = static_cast<unsigned>(heads);
-  order.rows = static_cast<unsigned>(forward_tiles(config, problem) / heads);
-  // Pairs are for many tiles: of few, every one has a multiprocessor of its own.
-  order.masked = is_masked(problem);
-  order.paired = !problem.packed && order.masked &&
-                 (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
-  order.by_rows = problem.packed;
-  order.sorted = problem.packed && problem.batch < most_sorted;
-  if (order.paired)
-    order.apart = rows_apart(order, config, problem, static_cast<unsigned>(limits.multiprocessors));
-  order.count();
-  order.inner = Divisor(order.by_rows ? order.heads : order.units_of_head());
-  order.all_heads = Divisor(order.heads);
-  order.change = 7 % std::clamp<unsigned>(limits.multiprocessors, 1, order.units);
-  order.num_heads_q = Divisor(static_cast<unsigned>(problem.num_heads_q));
-  order.group_size = Divisor(static_cast<unsigned>(problem.group_size));
-  return order;
 }
 std::int64_t blocks_of(const Sm90ForwardConfig& config, const Problem& problem, const DeviceLimits& limits) {
   return std::min<std::int64_t>(tile_order(config, problem, limits).units, limits.multiprocessors);

@@ -75,7 +75,7 @@ struct SmallConfig {
 [[nodiscard]] DecodeConfig merged(const DeviceLimits& limits, DecodeConfig config);
 
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
-[[nodiscard]] Sm90ForwardConfig sm90_forward_config(const Problem& problem);
+[[nodiscard]] Sm90ForwardConfig sm90_forward_config(const DeviceLimits& limits, const Problem& problem);
 
 [[nodiscard]] Sm90BackwardConfig sm90_backward_config(Half type, int head_dim, int head_dim_v, Terms terms,
                                                       bool ordered = false);
@@ -103,6 +103,8 @@ struct SmallConfig {
 [[nodiscard]] std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem);
 [[nodiscard]] TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem,
                                    const DeviceLimits& limits);
+// Whether a tile shall have several of the heads that share a key head, as for a few queries.
+[[nodiscard]] bool groups_heads(Sm90ForwardConfig config, const DeviceLimits& limits, const Problem& problem);
 
 // Blocks of keys, of all heads, that the blocks share out, and in which order where that matters.
 [[nodiscard]] std::int64_t backward_tiles(const Sm90BackwardConfig& config, const Problem& problem);
