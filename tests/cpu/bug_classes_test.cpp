@@ -36,6 +36,7 @@ TEST_P(BugClass, ValueDims) {
   expect_right_all("qkv_192_128");
   expect_right_all("value_");
 }
+TEST_P(BugClass, Groups) { expect_right_all("group_"); }
 TEST_P(BugClass, Magnitude) { expect_right_all("magnitude_"); }
 TEST_P(BugClass, Mean) { expect_right_all("mean_"); }
 TEST_P(BugClass, Softcap) { expect_right_all("softcap_"); }
@@ -51,9 +52,10 @@ TEST_P(BugClass, Everything) { expect_right_all("everything"); }
 TEST(BugClasses, EveryFixedCaseHasATest) {
   for (const auto& [name, c] : fixed_cases()) {
     bool known = false;
-    for (const char* prefix : {"empty_", "tiny", "tall_", "wide_", "one_", "length_", "head_dim_",
-                               "qkv_192_128", "value_", "magnitude_", "mean_", "softcap_", "bias_", "poison_",
-                               "strides_", "window_", "dropout_", "packed_", "everything"}) {
+    for (const char* prefix :
+         {"empty_",      "tiny",     "tall_",   "wide_",      "one_",    "length_",   "head_dim_",
+          "qkv_192_128", "value_",   "group_",  "magnitude_", "mean_",   "softcap_",  "bias_",
+          "poison_",     "strides_", "window_", "dropout_",   "packed_", "everything"}) {
       known = known || name.starts_with(prefix);
     }
     EXPECT_TRUE(known) << name;
