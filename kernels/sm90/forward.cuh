@@ -125,7 +125,7 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
   }
 }
 
-// ---- The consumers: a warpgroup has 64 of the tile's queries.
+// ---- The consumers: a warpgroup has 64 of the tile's rows.
 
 // Named barriers.
 [[nodiscard]] __device__ constexpr int turn_of(int group) { return 1 + group; }
@@ -186,8 +186,8 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
   ptx::meet(meeting_of(group), group_threads);  // nobody of the group reads q any more
   auto& o = place.o;
   using Tile = tile::PanelTile<group_rows, C.head_dim_v>;
+  if (C.grouped && rows_there == 0) return;  // nothing to store, and all have met
   // A packed sequence may end among the warp's rows, and the next begin there.
-  if (C.grouped && rows_there == 0) return;
   if (all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there)) {
     const int lane = ptx::thread_index() % 32;
 #pragma unroll

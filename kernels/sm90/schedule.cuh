@@ -96,9 +96,9 @@ class Schedule {
       work.b = b;
       m_block = tile;
     } else {
-      work.b = static_cast<int>(order.num_heads_q.quotient(head));
+      work.b = static_cast<int>(order.heads_of_batch.quotient(head));
     }
-    work.h = static_cast<int>(params.packed() ? head : order.num_heads_q.remainder(head));
+    work.h = static_cast<int>(params.packed() ? head : order.heads_of_batch.remainder(head));
     if constexpr (grouped) {
       work.h = work.h * params.group_size + m_block * (block_m / order.head_rows);  // the tile's first
       m_block = 0;

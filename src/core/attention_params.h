@@ -138,7 +138,7 @@ struct TileOrder {
   unsigned apart;   // rows whose tiles are dealt out last, one by one; 0 unless paired
   unsigned change;  // of places, from turn to turn; below the number of blocks of threads
   Divisor inner;    // units that follow one another
-  Divisor all_heads, num_heads_q, group_size;
+  Divisor all_heads, heads_of_batch, group_size;
 
   // Of what was said so far, so that a GPU need not work it out for every tile.
   unsigned pairs = 0, units = 0;

@@ -175,6 +175,7 @@ TEST(DecodePlan, LongTilesHaveAMultiprocessorEach) {
   const DecodeParams a = decode_params(one, longer, {}), b = decode_params(as_two, longer, {});
   EXPECT_EQ(a.parts.divisor, b.parts.divisor);
   EXPECT_EQ(a.most_splits.divisor, b.most_splits.divisor);
+  EXPECT_EQ(decode_config(hopper, problem_of(40, 32, 8, 1, 3000), true).warps, one.warps);
   // Not where num_splits is given, which counts blocks, nor where it was not measured.
   Problem given = longer;
   given.cache.num_splits = 1;

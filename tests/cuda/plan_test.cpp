@@ -358,7 +358,18 @@ TEST(Plan, HoppersForwardHasSeveralHeadsInATile) {
     EXPECT_EQ(order.heads, 20U * 4);
     EXPECT_EQ(order.rows, static_cast<unsigned>((7 * order.head_rows + config.block_m - 1) / config.block_m));
     EXPECT_FALSE(order.paired);
-    EXPECT_EQ(blocks_of(config, p, limits), std::min<std::int64_t>(forward_tiles(config, p), 132));
+    const std::int64_t blocks = blocks_of(config, p, limits);
+    EXPECT_EQ(blocks, std::min<std::int64_t>(forward_tiles(config, p), 132));
+    std::vector<int> taken(std::size_t(order.rows) * order.heads);
+    for (unsigned block = 0; block < blocks; ++block) {
+      for (TileOrder::Turn turn{0, block}; turn.unit() < order.units;
+           order.next(turn, static_cast<unsigned>(blocks))) {
+        const TileOrder::Tile tile = order.tile(turn);
+        EXPECT_TRUE(tile.there);
+        ++taken.at(tile.row * order.heads + tile.head);
+      }
+    }
+    EXPECT_EQ(std::set<int>(taken.begin(), taken.end()), std::set<int>{1});
   }
   EXPECT_FALSE(sm90_forward_config(limits, problem(20, 65, 28, 7)).grouped);  // a tile of its own each
   EXPECT_FALSE(sm90_forward_config(limits, problem(1, 16, 28, 7)).grouped);   // few tiles

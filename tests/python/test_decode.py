@@ -226,13 +226,13 @@ def test_a_cache_of_8_bits(device, case, stored):
         Case(device, dtype, stored=stored, **EIGHT_BITS[case]).check()
 
 
-# A GPU with a tile for each of its multiprocessors and more has blocks of other sizes.
+# A GPU with more than a tile for each of its multiprocessors has blocks of twice the warps.
 @pytest.mark.parametrize("large", [False, True])
 def test_long_sequences_in_any_batch_have_the_same_bits(device, large):
     dtype = DTYPES[device][0]
-    batch = (128 if device == "cuda" else 9) if large else 3
-    q = torch.randn(batch, 1, 8, 64, device=device).to(dtype)
-    k, v = (torch.randn(batch, 3000, 2, 64, device=device).to(dtype) for _ in range(2))
+    batch, heads, heads_k, dim = (40 if device == "cuda" else 5, 32, 8, 128) if large else (3, 8, 2, 64)
+    q = torch.randn(batch, 1, heads, dim, device=device).to(dtype)
+    k, v = (torch.randn(batch, 3000, heads_k, dim, device=device).to(dtype) for _ in range(2))
     lengths = int32([(3000, 17, 1500, 2999, 2048, 64)[i % 6] for i in range(batch)], device)
     out, lse = tessera.decode(q, k, v, lengths, return_lse=True)
     for b in (0, 1, 2, batch - 1):

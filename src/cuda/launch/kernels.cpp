@@ -308,7 +308,7 @@ std::string why_not_sm90(const Problem& problem) {
   if (problem.direction == Direction::backward) return why_not(problem);
   const std::int64_t tiles =
       std::max({problem.batch * problem.num_heads_q, problem.num_heads_q,
-                forward_tiles(sm90_forward_config(limits_of(problem), problem), problem)});
+                forward_tiles(sm90_forward_config(limits_of(*facts.value()), problem), problem)});
   if (tiles > max_blocks) return "the problem has " + std::to_string(tiles) + " tiles, more than 2^31 - 1";
   return "";
 }

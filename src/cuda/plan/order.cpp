@@ -88,7 +88,7 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
   order.rows = static_cast<unsigned>(forward_tiles(config, problem) / heads);
   // Pairs are for many tiles: of few, every one has a multiprocessor of its own.
   order.masked = is_masked(problem);
-  order.head_rows = config.grouped ? head_rows(problem) : config.block_m;
+  if (config.grouped) order.head_rows = head_rows(problem);
   order.paired = !problem.packed && !config.grouped && order.masked &&
                  (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
   order.by_rows = problem.packed;
@@ -99,7 +99,7 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
   order.inner = Divisor(order.by_rows ? order.heads : order.units_of_head());
   order.all_heads = Divisor(order.heads);
   order.change = 7 % std::clamp<unsigned>(limits.multiprocessors, 1, order.units);
-  order.num_heads_q = Divisor(static_cast<unsigned>(num_heads));
+  order.heads_of_batch = Divisor(static_cast<unsigned>(num_heads));
   order.group_size = Divisor(static_cast<unsigned>(problem.group_size));
   return order;
 }

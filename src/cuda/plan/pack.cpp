@@ -25,13 +25,12 @@ Sm90ForwardConfig grouped(Sm90ForwardConfig config) {
 
 void add_sm90_forward(std::vector<PackEntry>& list, Half type) {
   const auto add = [&](int head_dim, int head_dim_v, Terms terms) {
-    list.push_back(entry(sm90_forward_config(type, head_dim, head_dim_v, terms)));
+    const Sm90ForwardConfig config = sm90_forward_config(type, head_dim, head_dim_v, terms);
+    list.push_back(entry(config));
+    if (terms == Terms::plain) list.push_back(entry(grouped(config)));
   };
   for (const int head_dim : {64, 96, 128, 192, 256}) add(head_dim, head_dim, Terms::plain);
   add(192, 128, Terms::plain);
-  for (const int head_dim : {64, 128}) {
-    list.push_back(entry(grouped(sm90_forward_config(type, head_dim, head_dim, Terms::plain))));
-  }
   for (const Terms terms :
        {Terms::softcap, Terms::alibi, Terms::dropout, Terms::bias, Terms::bias | Terms::wide_bias}) {
     for (const int head_dim : {64, 128}) add(head_dim, head_dim, terms);
@@ -60,7 +59,7 @@ void add_decode(std::vector<PackEntry>& list, const DeviceLimits& limits, Half t
     list.push_back(entry(config));
     if (const DecodeConfig deep = alone(limits, config); rows == few && deep.stages != config.stages)
       list.push_back(entry(deep));
-    if (const DecodeConfig one = merged(limits, config); rows == few && one.warps != config.warps)
+    if (const DecodeConfig one = merged(limits, config); one.warps != config.warps)
       list.push_back(entry(one));
     for (const int cluster : {4, 8}) {
       if (limits.arch != 90 || config.levels == 0) continue;

@@ -394,7 +394,8 @@ DecodeConfig merged(const DeviceLimits& limits, DecodeConfig config) {
   DecodeConfig one = config;
   one.per_sm = 1;
   one.warps *= 2;
-  const bool measured = limits.arch >= 90, joins = config.levels > 0;
+  const bool measured = limits.arch == 90 && config.head_dim == 128 && config.head_dim_v == 128;
+  const bool joins = config.levels > 0;
   return measured && joins && config.per_sm == 2 && shared_of(one) <= limits.shared_per_block ? one : config;
 }
 DbiasConfig dbias_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v, Terms terms,

@@ -70,8 +70,8 @@ struct SmallConfig {
                                          std::int64_t rows, bool aligned, Stored stored = Stored::half);
 // The same for blocks that have a multiprocessor each: twice the bytes under way, where there is room.
 [[nodiscard]] DecodeConfig alone(const DeviceLimits& limits, DecodeConfig config);
-// The same with one block of twice the warps instead of two: a multiprocessor reads one tile's keys at a
-// time.
+// The same with one block of twice the warps instead of two, where that was measured: a multiprocessor reads
+// one tile's keys at a time.
 [[nodiscard]] DecodeConfig merged(const DeviceLimits& limits, DecodeConfig config);
 
 [[nodiscard]] Sm90ForwardConfig sm90_forward_config(Half type, int head_dim, int head_dim_v, Terms terms);
