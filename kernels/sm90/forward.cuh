@@ -222,8 +222,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   constexpr auto by_keys = tile::Orientation::queries_by_keys;
   constexpr tile::Units units = tile::units_of(C.terms);
   const AttentionParams& params = all.attention;
-  const int group = ptx::warp_index() / 4, tile_row = ptx::warp_index() * warp_rows,
-            warp_row = row_of<C>(all, tile_row);
+  const int group = ptx::warp_index() / 4, warp_row = row_of<C>(all, ptx::warp_index() * warp_rows);
   const tile::PanelOperand k_operand(shared.k[0]);
   const tile::PanelOperand v_operand(shared.v[0]);
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
@@ -279,7 +278,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const NarrowMask mask = all.mask(sequence);
     NarrowMask::Range whole{0, sequence.seqlen_k};
     int first_block = tile_first_block, past_block = tile_past_block;
-    if (C.grouped) {  // all of its heads have the same queries
+    if constexpr (C.grouped) {  // all of its heads have the same queries
       whole = mask.keys_of_all({0, queries});
     } else if (all.order.masked || queries < C.block_m) {
       const int first_row = first_query + group * group_rows;
@@ -308,7 +307,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const int first_whole = (static_cast<unsigned>(whole.begin) + C.block_n - 1) / C.block_n,
               past_whole = static_cast<unsigned>(whole.end) / C.block_n;
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms, scarce>;
-    const ScoreTerms terms(params, sequence, b, head_of<C>(all, h, tile_row));
+    const ScoreTerms terms(params, sequence, b, h);  // of a head: not where there are several
     QueryTile<C>& place = shared.queries[q.stage][group];
     const tile::PanelOperand q_operand(place.q);
 

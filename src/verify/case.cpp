@@ -251,8 +251,7 @@ std::vector<NamedCase> fixed_cases() {
       "group_tall: batch=24 seqlen_q=40 seqlen_k=10 num_heads_q=6 num_heads_k=2 head_dim=64 head_dim_v=64 "
       "causal=1 sinks=1 dtype=bfloat16",
       "group_window: batch=24 seqlen_q=33 seqlen_k=90 num_heads_q=6 num_heads_k=2 head_dim=128 "
-      "head_dim_v=128 "
-      "window_left=20 window_right=5 dtype=float16",
+      "head_dim_v=128 window_left=20 window_right=5 dtype=float16",
       "group_9_head_dim_192: batch=23 seqlen_q=9 seqlen_k=30 num_heads_q=6 num_heads_k=1 head_dim=192 "
       "head_dim_v=192 causal=1 dtype=bfloat16 o_dtype=float32",
 
