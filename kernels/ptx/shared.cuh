@@ -44,6 +44,11 @@ __device__ __forceinline__ void store_byte(unsigned address, unsigned x) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
   return x;
 }
+[[nodiscard]] __device__ __forceinline__ int load_word(unsigned address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
+  return x;
+}
 __device__ __forceinline__ void load(float (&x)[4], unsigned address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])

@@ -45,14 +45,24 @@ struct ForwardBias {
 template <Sm90ForwardConfig C>
 struct ForwardBias<C, false> {};
 
+inline constexpr int work_stages = 2;
+
 template <Sm90ForwardConfig C>
 struct ForwardShared
     : ForwardTiles<C>,
       ForwardBias<C>,
       tile::DropoutShared<has(C.terms, Terms::dropout), C.consumers() * group_threads, 1, C.block_n / 8> {
   Barriers q_there[C.q_stages][C.consumers()], k_there[C.stages], v_there[C.stages];
+  ForwardWork work[work_stages][C.consumers()];  // comes with q
   SortedSequences sequences;
 };
+
+// Where the work lies that comes with q. While a tile's is read, the next one's may come.
+template <Sm90ForwardConfig C>
+[[nodiscard]] __device__ __forceinline__ unsigned work_stage(const Cursor<C.q_stages>& q) {
+  static_assert(C.q_stages <= work_stages && work_stages == 2);
+  return C.q_stages == 1 ? q.parity : q.stage;
+}
 
 // Where a tile has several heads: that of one of its rows, and which of the head's rows that is. Of all rows
 // of a warp the head is the same.
@@ -86,7 +96,9 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
       for (int i = 0; i < C.consumers(); ++i) {
         Barriers& there = shared.q_there[q.stage][i];
         auto& tile = shared.queries[q.stage][i].q;
-        begin_load(there, q.parity, group_rows * C.head_dim * 2);
+        ptx::wait(there.empty, q.parity ^ 1);
+        hand_over(shared.work[work_stage<C>(q)][i], work);
+        there.full.arrive_and_expect_tx(group_rows * C.head_dim * 2);
         if constexpr (C.grouped) {
           const int rows = params.order.head_rows, last = last_head(params, work.h);
 #pragma unroll 1
@@ -122,6 +134,12 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
       load_v(block + 1);
     }
     if (any) load_v(work.first_block);
+  }
+  for (int i = 0; i < C.consumers(); ++i) {  // the end
+    Barriers& there = shared.q_there[q.stage][i];
+    ptx::wait(there.empty, q.parity ^ 1);
+    hand_over(shared.work[work_stage<C>(q)][i], no_work);
+    ptx::arrive(there.full);
   }
 }
 
@@ -168,20 +186,26 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
                                                      : ptx::ln_2;
   float lse[1][2];
   softmax.finish(acc_o, lse, unit, sink, has_sink, params.dropout.scale);
+  const int row = first_row + tile::element(0, 0, 0).row;
+  if (queries < C.block_m) {  // padding
+    ptx::settle(acc_o[0]);    // so that it is a branch
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = first_row + tile::element(0, 0, half * 2).row;
-    if (queries < C.block_m && row >= queries) {  // padding
+    for (int half = 0; half < 2; ++half) {
+      if (row + half * 8 < queries) continue;
       lse[0][half] = -ptx::infinity;
 #pragma unroll
       for (int j = 0; j < nv; ++j) acc_o[0][j][half * 2] = acc_o[0][j][half * 2 + 1] = 0.0f;
     }
-    if (params.lse.data != nullptr && threadIdx.x % 4 == 0 && row < rows_there) {
-      static_cast<float*>(params.lse.data)[b * params.lse.batch + h * params.lse.head +
-                                           (0LL + sequence.q_begin + first_query + row) * params.lse.seq] =
-          lse[0][half];
-    }
   }
+  const auto store_lse = [&] {
+    if (params.lse.data == nullptr || threadIdx.x % 4 != 0) return;
+    float* to = static_cast<float*>(params.lse.data) + b * params.lse.batch + h * params.lse.head +
+                (0LL + sequence.q_begin + first_query + row) * params.lse.seq;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + half * 8 < rows_there) to[half * 8 * params.lse.seq] = lse[0][half];
+    }
+  };
 
   ptx::meet(meeting_of(group), group_threads);  // nobody of the group reads q any more
   auto& o = place.o;
@@ -189,12 +213,13 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
   if (C.grouped && rows_there == 0) return;  // nothing to store, and all have met
   // A packed sequence may end among the warp's rows, and the next begin there.
   if (all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there)) {
-    const int lane = ptx::thread_index() % 32;
+    const int lane = ptx::thread_index() & 31;
+    const unsigned to = ptx::shared_address(o.at(warp_row + (lane & 15), lane >> 4));
 #pragma unroll
     for (int j = 0; j < nv / 2; ++j) {
       tile::FragmentA pairs;
       tile::as_operand<C.type>(pairs, acc_o[0], j);
-      ptx::store_matrices(ptx::shared_address(o.at(warp_row + lane % 16, j * 2 + lane / 16)), pairs);
+      ptx::store_matrices(Tile::further(to, j * 2), pairs);
     }
     ptx::publish_shared();
     __syncwarp();
@@ -208,12 +233,12 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
       cute::tma_store_arrive();
     }
   } else {
-    tile::store_tile<C.type>(
-        acc_o, o, warp_row, params.o, b,
-        sequence.q_begin + first_query + (C.grouped ? first_row - warp_row : group * group_rows), h,
-        rows_there - (C.grouped ? first_row - warp_row : group * group_rows), 0, params.head_dim_v);
+    const int before = first_row - warp_row;  // of the head's rows, those of warpgroups before this one
+    tile::store_tile<C.type>(acc_o, o, warp_row, params.o, b, sequence.q_begin + first_query + before, h,
+                             rows_there - before, 0, params.head_dim_v);
     ptx::publish_shared();
   }
+  store_lse();  // behind o: whoever publishes shared memory waits for what was stored before
 }
 
 template <Sm90ForwardConfig C>
@@ -263,17 +288,10 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     leaving = false;
   };
 
-  // The next tile is found while the last product of this one runs.
-  constexpr bool early = C.terms == Terms::plain && roomy;
-  Schedule<C.block_m, C.block_n, C.grouped> schedule(all, shared.sequences);
-  ForwardWork next = schedule.work();
-  while (schedule.more()) {
-    const ForwardWork work = next;
-    if (!work.there()) {
-      schedule.next();
-      next = schedule.work();
-      continue;
-    }
+  while (true) {
+    ptx::wait(shared.q_there[q.stage][scarce ? group_again() : group].full, q.parity);
+    const ForwardWork work = receive(shared.work[work_stage<C>(q)][group]);
+    if (!work.there()) break;
     const auto& [b, h, sequence, first_query, queries, tile_first_block, tile_past_block] = work;
     const NarrowMask mask = all.mask(sequence);
     NarrowMask::Range whole{0, sequence.seqlen_k};
@@ -450,7 +468,6 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       for (int j = 0; j < n / 2; ++j) tile::as_operand<C.type>(p[j], s[0], j);
     };
 
-    ptx::wait(shared.q_there[q.stage][scarce ? group_again() : group].full, q.parity);
     if ((params.packed() || params.seqused_q != nullptr) && queries < (group + 1) * group_rows)
       clear_rows(place.q, max(0, queries - group * group_rows), group);
     skip(tile_past_block - past_block);
@@ -509,27 +526,16 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
       ptx::wait(shared.v_there[v.stage].full, v.parity);
       issue_values();
-      if constexpr (early) {
-        schedule.next();
-        next = schedule.work();
-      }
       ptx::wgmma_wait<0>();
       ptx::settle(acc_o[0]);
       release(shared.v_there[v.stage].empty);
       v.next();
-    } else if constexpr (early) {
-      schedule.next();
-      next = schedule.work();
     }
-    // Where registers are scarce, what only the end needs is found again.
-    const ForwardWork same = scarce ? schedule.work_again() : work;
+    // What only the end needs is read again.
+    const ForwardWork same = receive(shared.work[work_stage<C>(q)][scarce ? group_again() : group]);
     skip(first_block - same.first_block);
     release_queries();  // where there were no keys
-    finish<C>(all, early || scarce ? same : schedule.work_again(), group, place, softmax, acc_o);
-    if constexpr (!early) {
-      schedule.next();
-      next = schedule.work();
-    }
+    finish<C>(all, same, group, place, softmax, acc_o);
     leaving = true;
     if constexpr (C.q_stages == 1) release_queries();
     q.next();

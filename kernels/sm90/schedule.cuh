@@ -18,6 +18,28 @@ struct ForwardWork {
     return first_query >= 0 && first_query < sequence.allocated_q;
   }
 };
+inline constexpr ForwardWork no_work{.first_query = -1};
+
+// One thread finds a tile's work, others receive it, by way of shared memory. The words come to a lane each
+// and are handed round by shuffles: so the compiler knows that a warp's lanes agree on them.
+struct WorkWords {
+  int word[sizeof(ForwardWork) / sizeof(int)];
+};
+__device__ __forceinline__ void hand_over(ForwardWork& place, const ForwardWork& work) {
+  const auto words = __builtin_bit_cast(WorkWords, work);
+  const unsigned address = ptx::shared_address(&place);
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(words) / sizeof(int); ++i)
+    ptx::store(address + i * 4, static_cast<unsigned>(words.word[i]));
+}
+[[nodiscard]] __device__ __forceinline__ ForwardWork receive(const ForwardWork& place) {
+  WorkWords words;
+  constexpr int count = sizeof(words) / sizeof(int);
+  const int own = ptx::load_word(ptx::shared_address(&place) + (threadIdx.x % 32 % count) * 4);
+#pragma unroll
+  for (int i = 0; i < count; ++i) words.word[i] = __shfl_sync(~0u, own, i);
+  return __builtin_bit_cast(ForwardWork, words);
+}
 
 // Packed sequences by their keys, most first: their tiles take longest. Every block of threads sorts them for
 // itself.
@@ -74,13 +96,6 @@ class Schedule {
       : all(params), sequences(sorted), turn{0, blockIdx.x} {}
   [[nodiscard]] __device__ __forceinline__ bool more() const { return turn.unit() < all.order.units; }
   __device__ __forceinline__ void next() { all.order.next(turn, gridDim.x); }
-  // The same, from where the compiler cannot tell: what work() gave need not be kept.
-  [[nodiscard]] __device__ __forceinline__ ForwardWork work_again() const {
-    Schedule same = *this;
-    same.turn.before = ptx::opaque(turn.before);
-    return same.work();
-  }
-
   [[nodiscard]] __device__ __forceinline__ ForwardWork work() const {
     const TileOrder& order = all.order;
     const AttentionParams& params = all.attention;

@@ -26,6 +26,11 @@ struct PanelTile {
     return piece / pieces * panel_bytes + row * row_bytes + ((piece % pieces ^ permutation(row)) << 4);
   }
   [[nodiscard]] __device__ unsigned char* at(int row, int piece) { return data + offset(row, piece); }
+  // From the address of a row's piece 0 or 1 that of the one an even number of pieces further on.
+  [[nodiscard]] static __device__ constexpr unsigned further(unsigned address, int pieces_on) {
+    constexpr int pieces = width / 8;
+    return (address ^ pieces_on % pieces << 4) + pieces_on / pieces * panel_bytes;
+  }
   // The 4 bytes of columns col and col + 1, col even.
   [[nodiscard]] __device__ unsigned& pair(int row, int col) {
     return *reinterpret_cast<unsigned*>(at(row, col >> 3) + (col & 7) * 2);

@@ -193,29 +193,47 @@ struct Softmax {
   template <int nv>
   __device__ __forceinline__ void finish(FragmentC (&acc_o)[m][nv], float (&lse)[m][2], float unit,
                                          float sink, bool has_sink, float dropout_scale) {
+    float most[m][2], factor_o[m][2];
 #pragma unroll
     for (int i = 0; i < m; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = row_sum[i][half];
+        float& sum = row_sum[i][half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        float most = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
-        float shrink = 1.0f;
-        const float both = fmaxf(most, sink);
-        if (has_sink && both > -ptx::infinity) {
-          shrink = ptx::exp2((most - both) * ptx::log2_e);
-          sum = sum * shrink + ptx::exp2((sink - both) * ptx::log2_e);
-          most = both;
+        most[i][half] = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
+        factor_o[i][half] = dropout_scale;
+      }
+    }
+    if (has_sink) {
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float both = fmaxf(most[i][half], sink);
+          if (both > -ptx::infinity) {
+            const float shrink = ptx::exp2((most[i][half] - both) * ptx::log2_e);
+            row_sum[i][half] = row_sum[i][half] * shrink + ptx::exp2((sink - both) * ptx::log2_e);
+            factor_o[i][half] *= shrink;
+            most[i][half] = both;
+          }
         }
-        // No key and no sink: o = 0, lse = -inf. NaN is neither.
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // No key and no sink: o = 0, lse = -inf. NaN is neither. Else the largest p, or the sink's, is 1 or
+        // nearly so: an approximate reciprocal is right to a unit or two.
+        const float sum = row_sum[i][half];
         const bool empty = sum == 0.0f;
-        const float factor = empty ? 0.0f : shrink * dropout_scale / sum;
-        lse[i][half] = empty ? -ptx::infinity : most + ptx::log2(sum) * ptx::ln_2;
+        const float by = empty ? 0.0f : factor_o[i][half] * ptx::reciprocal(sum);
+        lse[i][half] = empty ? -ptx::infinity : most[i][half] + ptx::log2(sum) * ptx::ln_2;
 #pragma unroll
         for (int j = 0; j < nv; ++j) {
-          acc_o[i][j][half * 2] *= factor;
-          acc_o[i][j][half * 2 + 1] *= factor;
+          acc_o[i][j][half * 2] *= by;
+          acc_o[i][j][half * 2 + 1] *= by;
         }
       }
     }
