@@ -23,15 +23,28 @@
 
 namespace tessera::sm90 {
 
-// A warpgroup's queries, and then their outputs.
+// A warpgroup's outputs, or some columns of them.
 template <Sm90ForwardConfig C>
+using OutTile = tile::PanelTile<group_rows, C.o_cols()>;
+// Its queries, and then their outputs.
+template <Sm90ForwardConfig C, bool apart = C.o_apart()>
 union QueryTile {
   tile::PanelTile<group_rows, C.head_dim> q;
-  tile::PanelTile<group_rows, C.head_dim_v> o;
+  OutTile<C> o;
 };
+template <Sm90ForwardConfig C>
+union QueryTile<C, true> {
+  tile::PanelTile<group_rows, C.head_dim> q;
+};
+template <Sm90ForwardConfig C, bool apart = C.o_apart()>
+struct ForwardOut {
+  OutTile<C> o[C.consumers()];
+};
+template <Sm90ForwardConfig C>
+struct ForwardOut<C, false> {};
 
 template <Sm90ForwardConfig C>
-struct ForwardTiles {
+struct ForwardTiles : ForwardOut<C> {
   QueryTile<C> queries[C.q_stages][C.consumers()];
   tile::PanelTile<C.block_n, C.head_dim> k[C.stages];
   tile::PanelTile<C.block_n, C.head_dim_v> v[C.stages];
@@ -159,10 +172,10 @@ __device__ __forceinline__ void clear_rows(Tile& tile, int first_row, int group)
   ptx::meet(meeting_of(group), group_threads);
 }
 
-// o = acc_o / row_sum by way of the warp's rows of the tile, and lse.
+// o = acc_o / row_sum by way of the warp's rows of the tile, all columns or some at a time, and lse.
 template <Sm90ForwardConfig C, int nv>
 __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const ForwardWork& work, int group,
-                                       QueryTile<C>& place, tile::Softmax<1>& softmax,
+                                       OutTile<C>& o, tile::Softmax<1>& softmax,
                                        tile::FragmentC (&acc_o)[1][nv]) {
   const AttentionParams& params = all.attention;
   const auto& [b, tile_head, sequence, first_query, queries, first_block, past_block] = work;
@@ -207,36 +220,46 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
     }
   };
 
-  ptx::meet(meeting_of(group), group_threads);  // nobody of the group reads q any more
-  auto& o = place.o;
-  using Tile = tile::PanelTile<group_rows, C.head_dim_v>;
+  if constexpr (!C.o_apart()) ptx::meet(meeting_of(group), group_threads);  // nobody reads q any more
   if (C.grouped && rows_there == 0) return;  // nothing to store, and all have met
   // A packed sequence may end among the warp's rows, and the next begin there.
-  if (all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there)) {
-    const int lane = ptx::thread_index() & 31;
-    const unsigned to = ptx::shared_address(o.at(warp_row + (lane & 15), lane >> 4));
+  const bool by_tma = all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there);
+  const int lane = ptx::thread_index() & 31;
 #pragma unroll
-    for (int j = 0; j < nv / 2; ++j) {
-      tile::FragmentA pairs;
-      tile::as_operand<C.type>(pairs, acc_o[0], j);
-      ptx::store_matrices(Tile::further(to, j * 2), pairs);
+  for (int part = 0; part < C.head_dim_v; part += C.o_cols()) {
+    auto& columns = reinterpret_cast<tile::FragmentC(&)[1][C.o_cols() / 8]>(acc_o[0][part / 8]);
+    if constexpr (C.o_apart()) {  // what was there has been read
+      if (lane == 0) cute::tma_store_wait<0>();
+      __syncwarp();
     }
-    ptx::publish_shared();
-    __syncwarp();
-    if (lane == 0) {
+    if (by_tma) {
+      using Tile = OutTile<C>;
+      const unsigned to = ptx::shared_address(o.at(warp_row + (lane & 15), lane >> 4));
 #pragma unroll
-      for (int i = 0; i < Tile::panels; ++i) {
-        cute::SM90_TMA_STORE_4D::copy(&all.o, o.data + i * Tile::panel_bytes + warp_row * Tile::row_bytes,
-                                      i * Tile::width, sequence.q_begin + first_query + first_row, h,
-                                      params.packed() ? 0 : b);
+      for (int j = 0; j < C.o_cols() / 16; ++j) {
+        tile::FragmentA pairs;
+        tile::as_operand<C.type>(pairs, columns[0], j);
+        ptx::store_matrices(Tile::further(to, j * 2), pairs);
       }
-      cute::tma_store_arrive();
+      ptx::publish_shared();
+      __syncwarp();
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < Tile::panels; ++i) {
+          cute::SM90_TMA_STORE_4D::copy(&all.o, o.data + i * Tile::panel_bytes + warp_row * Tile::row_bytes,
+                                        part + i * Tile::width, sequence.q_begin + first_query + first_row, h,
+                                        params.packed() ? 0 : b);
+        }
+        cute::tma_store_arrive();
+      }
+    } else {
+      RowsArg to = params.o;
+      to.data = static_cast<char*>(to.data) + part * (to.wide ? 4 : 2);
+      const int before = first_row - warp_row;  // of the head's rows, those of warpgroups before this one
+      tile::store_tile<C.type>(columns, o, warp_row, to, b, sequence.q_begin + first_query + before, h,
+                               rows_there - before, 0, params.head_dim_v - part);
+      ptx::publish_shared();
     }
-  } else {
-    const int before = first_row - warp_row;  // of the head's rows, those of warpgroups before this one
-    tile::store_tile<C.type>(acc_o, o, warp_row, params.o, b, sequence.q_begin + first_query + before, h,
-                             rows_there - before, 0, params.head_dim_v);
-    ptx::publish_shared();
   }
   store_lse();  // behind o: whoever publishes shared memory waits for what was stored before
 }
@@ -276,8 +299,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
 
   Cursor<C.q_stages> q;
   Cursor<C.stages> k, v;
-  // The buffer of the tile before this one, which TMA may still be reading o from; of this one, if it is the
-  // only one.
+  // q's buffer of the tile before this one, which TMA may still be reading o from; of this one, if it is the
+  // only one. Where o is apart q's is free when the last scores are made.
   bool leaving = false;
   const auto release_queries = [&] {
     if (!leaving) return;
@@ -524,23 +547,30 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         }
         round_p();
       }
+      if constexpr (C.o_apart()) release(shared.q_there[0][group].empty);
       ptx::wait(shared.v_there[v.stage].full, v.parity);
       issue_values();
       ptx::wgmma_wait<0>();
       ptx::settle(acc_o[0]);
       release(shared.v_there[v.stage].empty);
       v.next();
+    } else if constexpr (C.o_apart()) {
+      release(shared.q_there[0][group].empty);
     }
     // What only the end needs is read again.
     const ForwardWork same = receive(shared.work[work_stage<C>(q)][scarce ? group_again() : group]);
     skip(first_block - same.first_block);
     release_queries();  // where there were no keys
-    finish<C>(all, same, group, place, softmax, acc_o);
-    leaving = true;
-    if constexpr (C.q_stages == 1) release_queries();
+    if constexpr (C.o_apart()) {
+      finish<C>(all, same, group, shared.o[group], softmax, acc_o);
+    } else {
+      finish<C>(all, same, group, place.o, softmax, acc_o);
+      leaving = true;
+      if constexpr (C.q_stages == 1) release_queries();
+    }
     q.next();
   }
-  if (leaving && ptx::thread_index() % 32 == 0) cute::tma_store_wait<0>();
+  if (ptx::thread_index() % 32 == 0) cute::tma_store_wait<0>();
   if constexpr (C.turns) {
     if (group == 0) take_turn();  // the last one passed
   }

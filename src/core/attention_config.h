@@ -54,13 +54,19 @@ struct Sm90ForwardConfig {
   int head_dim, head_dim_v;
   int block_m, block_n;
   int stages;    // buffers of k, and of v
-  int q_stages;  // of q, which o leaves through
+  int q_stages;  // of q, which o leaves through unless it has memory of its own
   bool turns;    // the warpgroups issue their products in turn
   Terms terms;
   bool grouped = false;  // a tile has some of the heads that share a key head, 16, 32 or 64 rows of each
 
   [[nodiscard]] constexpr int consumers() const { return block_m / 64; }
   [[nodiscard]] constexpr int threads() const { return (consumers() + 1) * 128; }
+  // o has memory of its own, for some of its columns at a time, where q has one buffer and there is room: so
+  // the next q can come while this o is made.
+  [[nodiscard]] constexpr bool o_apart() const {
+    return q_stages == 1 && head_dim_v == 256 && !has(terms, Terms::bias);
+  }
+  [[nodiscard]] constexpr int o_cols() const { return o_apart() ? 128 : head_dim_v; }
   // Of a multiprocessor's 65536, a thread; multiples of 8.
   [[nodiscard]] constexpr int producer_registers() const { return consumers() == 3 ? 32 : 24; }
   [[nodiscard]] constexpr int consumer_registers() const {

@@ -287,7 +287,8 @@ int shared_of(const ForwardConfig& c) {
   return bias + kept + std::max(loop, c.block_m * c.head_dim_v * 2);
 }
 int shared_of(const Sm90ForwardConfig& c) {
-  const int queries = c.q_stages * c.block_m * std::max(c.head_dim, c.head_dim_v);
+  const int queries = c.o_apart() ? c.block_m * (c.head_dim + c.o_cols())
+                                  : c.q_stages * c.block_m * std::max(c.head_dim, c.head_dim_v);
   const int keys = c.stages * c.block_n * (c.head_dim + c.head_dim_v);
   const int kept = has(c.terms, Terms::dropout) ? c.consumers() * 128 * 2 * 4 : 0;
   const int bias_size = has(c.terms, Terms::wide_bias) ? 4 : 2;
