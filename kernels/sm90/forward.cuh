@@ -271,8 +271,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   constexpr tile::Units units = tile::units_of(C.terms);
   const AttentionParams& params = all.attention;
   const int group = ptx::warp_index() / 4, warp_row = row_of<C>(all, ptx::warp_index() * warp_rows);
-  const tile::PanelOperand k_operand(shared.k[0]);
-  const tile::PanelOperand v_operand(shared.v[0]);
+  const tile::KeptOperand k_operand(shared.k[0]);
+  const tile::KeptOperand v_operand(shared.v[0]);
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
                            : units == tile::Units::natural ? ptx::log2_e
                                                            : 1.0f;
@@ -350,7 +350,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms, scarce>;
     const ScoreTerms terms(params, sequence, b, h);  // of a head: not where there are several
     QueryTile<C>& place = shared.queries[q.stage][group];
-    const tile::PanelOperand q_operand(place.q);
+    const tile::KeptOperand q_operand(place.q);
 
     tile::FragmentC s[1][n], acc_o[1][nv];
     tile::FragmentA p[n / 2];

@@ -62,12 +62,43 @@ struct PanelOperand {
   }
   // 16 columns from col on, a multiple of 16: depth along the rows. `number` tiles of the kind further on.
   [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor cols_from(int col, int number = 0) const {
-    return first + number * (Tile::bytes >> 4) + col / Tile::width * next_panel +
-           (col % Tile::width * 2 >> 4);
+    return along(first, col, number);
   }
   // 16 rows from row on, a multiple of 16: depth across the rows.
   [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor rows_from(int row, int number = 0) const {
-    return first + number * (Tile::bytes >> 4) + (row * Tile::row_bytes >> 4);
+    return across(first, row, number);
+  }
+
+  // From a descriptor, or its lower half.
+  template <class Word>
+  [[nodiscard]] static __device__ __forceinline__ Word along(Word from, int col, int number) {
+    return from + number * (Tile::bytes >> 4) + col / Tile::width * next_panel + (col % Tile::width * 2 >> 4);
+  }
+  template <class Word>
+  [[nodiscard]] static __device__ __forceinline__ Word across(Word from, int row, int number) {
+    return from + number * (Tile::bytes >> 4) + (row * Tile::row_bytes >> 4);
+  }
+};
+
+// The same, its descriptors' lower half in a register, which the compiler neither works out anew nor takes
+// for one that lanes disagree on.
+template <class Tile>
+struct KeptOperand {
+  using Operand = PanelOperand<Tile>;
+  unsigned low;
+
+  __device__ explicit KeptOperand(const Tile& tile)
+      : low(__shfl_sync(~0u, static_cast<unsigned>(Operand(tile).first), 0)) {}
+  [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor cols_from(int col, int number = 0) const {
+    return descriptor(Operand::along(low, col, number));
+  }
+  [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor rows_from(int row, int number = 0) const {
+    return descriptor(Operand::across(low, row, number));
+  }
+
+ private:
+  [[nodiscard]] static __device__ __forceinline__ ptx::MatrixDescriptor descriptor(unsigned low) {
+    return static_cast<ptx::MatrixDescriptor>(Operand::eight_rows) << 32 | Operand::layout << 62 | low;
   }
 };
 
