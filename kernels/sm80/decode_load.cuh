@@ -229,12 +229,13 @@ struct KeyRing {
 };
 
 // Before the wait for earlier kernels: the keys a warp will begin with are sent for, while memory has little
-// to do. Lengths and pages may be about to change: then that was for nothing. No key is read here.
+// to do. Lengths and pages may be about to change: then that was for nothing. No key is read here. A block
+// that begins when others have ended does not wait, and has nothing to gain.
 template <DecodeConfig C, bool paged>
 __device__ __forceinline__ void ask_early(const DecodeParams& params, const DecodeWork& work,
                                           const WarpKeys& keys) {
   const AttentionParams& a = params.attention;
-  if (!C.asks_early() || keys.begin >= keys.end) return;
+  if (!C.asks_early() || ptx::block_index() >= params.at_once || keys.begin >= keys.end) return;
   const int first = keys.begin - (keys.begin - keys.first) % C.keys;
   const auto ask = [&](const RowsArg& rows, const DecodeParams::Slot& at, int width) {
     const auto* row = static_cast<const typename CacheNumber<C.narrow()>::Bits*>(rows.data) +

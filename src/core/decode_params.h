@@ -72,6 +72,7 @@ struct DecodeParams {
   int split_unit, split_fewest;
   int split_queries;    // a sequence of more is one block's
   int warps;            // of a block
+  unsigned at_once;     // blocks that a GPU has room for: later ones begin when others have ended
   Divisor most_splits;  // blocks of a tile
   static constexpr int most_blocks = 128;
   // The workspace, of sequences of several splits: split s of row r of a tile is row

@@ -35,7 +35,7 @@ TEST(DecodePlan, SplitsAreThoseOfCore) {
       p.cache.num_splits = given;
       const DecodeConfig config = decode_config(hopper, p, false);
       const DecodeCut cut = decode_cut(config, p);
-      const DecodeParams params = decode_params(config, p, {});
+      const DecodeParams params = decode_params(hopper, config, p, {});
       for (const int keys : {0, 1, 63, 64, 255, 256, 257, 1000, 4096, 65535, 1 << 20}) {
         const Splits expected = Splits::of(keys, std::min<std::int64_t>(given, 128) * config.warps, cut.rule);
         const DecodeSplits splits = params.splits(1, keys);
@@ -89,7 +89,7 @@ TEST(DecodePlan, ALongSequenceAloneFillsAGpu) {
 TEST(DecodePlan, ALargeBatchHasFewBlocksOfASequence) {
   const auto params_of = [](std::int64_t batch) {
     const Problem p = problem_of(batch, 32, 8, 1, 8192);
-    return decode_params(decode_config(hopper, p, false), p, {});
+    return decode_params(hopper, decode_config(hopper, p, false), p, {});
   };
   const DecodeParams alone = params_of(1), many = params_of(64);
   for (const int keys : {1, 1000, 8192}) {
@@ -172,7 +172,8 @@ TEST(DecodePlan, LongTilesHaveAMultiprocessorEach) {
   EXPECT_EQ(blocks_of(one, longer), 64 * 8);
   DecodeConfig as_two = two;
   as_two.aligned = one.aligned;
-  const DecodeParams a = decode_params(one, longer, {}), b = decode_params(as_two, longer, {});
+  const DecodeParams a = decode_params(hopper, one, longer, {}),
+                     b = decode_params(hopper, as_two, longer, {});
   EXPECT_EQ(a.parts.divisor, b.parts.divisor);
   EXPECT_EQ(a.most_splits.divisor, b.most_splits.divisor);
   EXPECT_EQ(decode_config(hopper, problem_of(40, 32, 8, 1, 3000), true).warps, one.warps);
@@ -183,6 +184,17 @@ TEST(DecodePlan, LongTilesHaveAMultiprocessorEach) {
   constexpr DeviceLimits ampere{80, 163 << 10, 108};
   EXPECT_EQ(decode_config(ampere, longer, false).warps,
             decode_config(ampere, problem_of(64, 32, 8, 1, 1024), false).warps);
+}
+
+// Blocks that begin when others have ended have no wait to ask for keys in.
+TEST(DecodePlan, BlocksThatAGpuHasRoomForAskEarly) {
+  const auto at_once = [](const DeviceLimits& limits, const Problem& p) {
+    return decode_params(limits, decode_config(limits, p, false), p, {}).at_once;
+  };
+  const Problem brief = problem_of(64, 32, 8, 1, 1024), longer = problem_of(32, 64, 8, 1, 4096);
+  EXPECT_EQ(at_once(hopper, brief), 2 * 132);
+  EXPECT_EQ(at_once(hopper, longer), 132);
+  EXPECT_EQ(blocks_of(decode_config(hopper, longer, false), longer), 32 * 8);
 }
 
 // Nothing outside the tensors is touched, whatever the device's lengths and tables say.
@@ -196,7 +208,7 @@ TEST(DecodePlan, LengthsAndPagesAreHeldToTheTensors) {
   attention.batch = 3;
   attention.rows_q = 1;
   attention.rows_k = 1000;
-  const DecodeParams params = decode_params(decode_config(hopper, p, false), p, attention);
+  const DecodeParams params = decode_params(hopper, decode_config(hopper, p, false), p, attention);
   EXPECT_EQ(params.sequence(0).seqlen_k, 0);
   EXPECT_EQ(params.sequence(1).before, 1000);
   EXPECT_EQ(params.sequence(1).seqlen_k, 0);  // all of it is padding
@@ -228,7 +240,7 @@ TEST(DecodePlan, CachesOfBytes) {
     EXPECT_EQ(decode_config(hopper, p, false).head_dim, 128);
     float scales[2] = {};
     p.cache.v_scale = {scales, 1};
-    const DecodeParams params = decode_params(config, p, {});
+    const DecodeParams params = decode_params(hopper, config, p, {});
     EXPECT_EQ(params.stored, config.stored);
     EXPECT_EQ(params.v_scale.data, scales);
     EXPECT_EQ(params.k_scale.of(1), 1.0f);

@@ -205,8 +205,9 @@ Status run_backward_sm90(const Context& context, const Problem& problem, void* w
 // The append, the main kernel, and what joins the splits where it does not do so itself.
 Status run_decode(const Context& context, const Problem& problem, void* workspace, bool only_load,
                   bool clusters) {
-  const DecodeConfig config = decode_config(limits_of(context.facts()), problem, clusters);
-  DecodeParams params = decode_params(config, problem, make_params(problem));
+  const DeviceLimits limits = limits_of(context.facts());
+  const DecodeConfig config = decode_config(limits, problem, clusters);
+  DecodeParams params = decode_params(limits, config, problem, make_params(problem));
   auto* const memory = static_cast<std::byte*>(workspace);
   params.o_partial = reinterpret_cast<float*>(memory);
   params.state_partial = reinterpret_cast<float*>(memory + decode_workspace(config, problem).state);

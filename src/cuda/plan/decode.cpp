@@ -111,7 +111,7 @@ DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, b
   return config;
 }
 
-DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
+DecodeParams decode_params(const DeviceLimits& limits, const DecodeConfig& config, const Problem& problem,
                            const AttentionParams& attention) {
   const DecodeCut cut = decode_cut(config, problem);
   const Cache& cache = problem.cache;
@@ -149,6 +149,7 @@ DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
   p.split_unit = static_cast<int>(cut.rule.unit);
   p.split_fewest = static_cast<int>(problem.cache.num_splits > 0 ? cut.rule.unit : cut.rule.fewest);
   p.warps = config.warps;
+  p.at_once = static_cast<unsigned>(limits.multiprocessors * config.per_sm);
   p.split_queries = static_cast<int>(cut.split_queries);
   p.most_splits = divisor(cut.most_splits);
   p.split_tiles = divisor(cut.split_tiles);

@@ -41,8 +41,8 @@ struct DecodeWorkspace {
 [[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, const Problem& problem, bool clusters);
 
 // Everything but the pointers into the workspace. attention: the tensors'.
-[[nodiscard]] DecodeParams decode_params(const DecodeConfig& config, const Problem& problem,
-                                         const AttentionParams& attention);
+[[nodiscard]] DecodeParams decode_params(const DeviceLimits& limits, const DecodeConfig& config,
+                                         const Problem& problem, const AttentionParams& attention);
 
 // Blocks of the grids of the main kernel, of append and of combine.
 [[nodiscard]] std::int64_t blocks_of(const DecodeConfig& config, const Problem& problem);
