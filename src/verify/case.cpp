@@ -225,6 +225,13 @@ std::vector<NamedCase> fixed_cases() {
       "head_dim_v=136 "
       "window_left=90 softcap=20 alibi=1 bias=1hqk sinks=1 dsinks=1 dropout_p=0.2 dtype=float16",
       "value_narrower: seqlen_q=33 seqlen_k=40 head_dim=256 head_dim_v=1",
+      // Of a wide o some columns leave at a time.
+      "value_248: batch=3 seqlen_q=200 seqlen_k=150 num_heads_q=4 num_heads_k=2 head_dim=64 head_dim_v=248 "
+      "causal=1 dtype=bfloat16",
+      "value_256_wide_o: batch=2 seqlen_q=140 seqlen_k=200 num_heads_q=4 num_heads_k=4 head_dim=256 "
+      "head_dim_v=256 causal=1 dtype=bfloat16 o_dtype=float32",
+      "value_256_packed: packed=1 batch=9 tail=5 seqlen_q=90 seqlen_k=70 num_heads_q=4 num_heads_k=2 "
+      "head_dim=256 head_dim_v=256 causal=1 dtype=float16",
 
       "magnitude_3: seqlen_q=100 seqlen_k=100 magnitude=3 causal=1 dtype=bfloat16",
       "packed_127: packed=1 batch=127 tail=9 seqlen_q=20 seqlen_k=30 num_heads_q=2 dtype=bfloat16 causal=1",
@@ -252,6 +259,10 @@ std::vector<NamedCase> fixed_cases() {
       "causal=1 sinks=1 dtype=bfloat16",
       "group_window: batch=24 seqlen_q=33 seqlen_k=90 num_heads_q=6 num_heads_k=2 head_dim=128 "
       "head_dim_v=128 window_left=20 window_right=5 dtype=float16",
+      "group_top_left: batch=24 seqlen_q=30 seqlen_k=50 num_heads_q=6 num_heads_k=2 head_dim=128 "
+      "head_dim_v=128 causal=1 alignment=top_left dtype=bfloat16",
+      "group_no_keys: batch=24 seqlen_q=7 seqlen_k=0 num_heads_q=6 num_heads_k=2 head_dim=256 head_dim_v=256 "
+      "sinks=1 dtype=bfloat16",
       "group_9_head_dim_192: batch=23 seqlen_q=9 seqlen_k=30 num_heads_q=6 num_heads_k=1 head_dim=192 "
       "head_dim_v=192 causal=1 dtype=bfloat16 o_dtype=float32",
 

@@ -122,6 +122,22 @@ def test_packed_is_each_sequence_alone(device):
             close(grad[at], expected_grads[name][0], dtype, name)
 
 
+# A GPU takes several heads of a large batch at once, and one of a small one.
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 3)}], ids=str)
+def test_a_few_queries_in_any_batch_have_the_same_bits(device, dim, options):
+    dtype = DTYPES[device][0]
+    batch = 64 if device == "cuda" else 3
+    q = torch.randn(batch, 16, 8, dim, device=device).to(dtype)
+    k, v = (torch.randn(batch, 200, 2, dim, device=device).to(dtype) for _ in range(2))
+    out, lse = tessera.attention(q, k, v, return_lse=True, **options)
+    for b in (0, 1, batch - 1):
+        one = slice(b, b + 1)
+        alone, alone_lse = tessera.attention(q[one], k[one], v[one], return_lse=True, **options)
+        assert torch.equal(alone, out[one])
+        assert torch.equal(alone_lse, lse[one])
+
+
 def test_used_lengths_hide_the_rest(device):
     dtype = DTYPES[device][0]
     q, k, v = (torch.randn(2, 12, 2, 16, device=device).to(dtype) for _ in range(3))
