@@ -172,6 +172,33 @@ TEST_P(DecodeOptions, ManyHeads) {
   }
 }
 
+// From one row of a key head to more than a tile's, in every kind of score, and keys that end anywhere in a
+// block. The last has scores that are subtracted before they are scaled.
+TEST_P(DecodeOptions, GroupsOfEverySize) {
+  for (const std::int64_t group : {1, 3, 4, 5, 8, 9, 16, 17}) {
+    for (int option = 0; option < 7; ++option) {
+      DecodeCase c;
+      c.cache_seqlens = {1, 33, 64, 95, 600};
+      c.num_heads_k = 2;
+      c.num_heads_q = 2 * group;
+      c.head_dim = option % 2 == 0 ? 128 : 72;
+      c.head_dim_v = option % 3 == 0 ? 128 : 88;
+      c.page_size = option % 2 == 0 ? 16 : 19;
+      c.dtype = c.o_dtype = DType::bfloat16;
+      c.softcap = option == 1 ? 5 : 0;
+      c.alibi = option == 2;
+      if (option == 3) c.window_left = 70;
+      c.sinks = option == 4;
+      if (option == 5) {
+        c.causal = true;
+        c.seqlen_q = 2;
+      }
+      if (option == 6) c.magnitude = 100;
+      expect_right(c, text_of("group", group) + text_of("option", option));
+    }
+  }
+}
+
 void random_cases(std::uint64_t part) { DecodeTest::expect_right_part(part, 120, random_decode_case); }
 TEST_P(DecodeOptions, RandomCases1) { random_cases(0); }
 TEST_P(DecodeOptions, RandomCases2) { random_cases(1); }
@@ -255,6 +282,30 @@ TEST_P(DecodeContract, RepeatsAndThreadsGiveTheSameBits) {
 }
 
 // Whatever else is in the batch, however its pages lie, and whatever room the cache has.
+// Values that are no numbers reach their own column of their own head's rows, and no other.
+TEST_P(DecodeContract, InfinityAndNaNStayInTheirColumns) {
+  for (const std::int64_t group : {1, 4, 8, 16}) {
+    DecodeCase c;
+    c.cache_seqlens = {100};
+    c.num_heads_k = 2;
+    c.num_heads_q = 2 * group;
+    c.dtype = c.o_dtype = DType::bfloat16;
+    DecodeTensors tensors(forced(c));
+    const std::int64_t row = tensors.row_of(0, 5) * c.num_heads_k * c.head_dim_v;
+    tensors.v_cache.set(row + 6, -INFINITY);
+    tensors.v_cache.set(row + 9, std::nan(""));
+    ASSERT_TRUE(run(tensors).ok());
+    for (std::int64_t i = 0; i < tensors.o.size(); ++i) {
+      const std::int64_t column = i / c.head_dim_v < group ? i % c.head_dim_v : 0;
+      const double o = tensors.o.get(i);
+      EXPECT_TRUE(column == 9   ? std::isnan(o)
+                  : column == 6 ? o == -INFINITY
+                                : std::isfinite(o))
+          << text_of("group", group) << i << ": " << o;
+    }
+  }
+}
+
 TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
   for (const std::int64_t seqlen_q : {1, 2, 40}) {
     for (const std::int64_t splits : {0, 3}) {
