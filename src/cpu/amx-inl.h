@@ -334,15 +334,18 @@ HWY_INLINE OperandB b_right(OperandB b, std::int64_t cols) {
 // Half as large as the floats, so that a row ends in its first half.
 HWY_INLINE Element* elements_in(float* tile) { return reinterpret_cast<Element*>(tile); }
 constexpr std::int64_t element_stride(std::int64_t tile_ld) { return 2 * tile_ld; }
-// Stores two vectors of a row, columns c .. and c + pair_distance .., to - with the others of the pair - the
-// cells of 2 * pair_distance columns that begin at `to`. Rounded to nearest, ties away from 0. A NaN stays
-// one if its lower half is not all ones: see canonical().
-HWY_INLINE void store_pair(Vec x, Vec y, Element* to, std::int64_t c) {
+// Two vectors of a row, columns c .. and c + pair_distance .., as cells. Rounded to nearest, ties away from
+// 0. A NaN stays one if its lower half is not all ones: see canonical().
+HWY_INLINE hn::Vec<UintTag> pair_cells(Vec x, Vec y) {
   const UintTag u;
   const auto half = hn::Set(u, 0x8000u);
   const auto low = hn::ShiftRight<16>(hn::Add(hn::BitCast(u, x), half));
   const auto high = hn::Add(hn::BitCast(u, y), half);
-  hn::StoreU(hn::OrAnd(low, high, hn::Set(u, 0xFFFF0000u)), u, reinterpret_cast<std::uint32_t*>(to) + c);
+  return hn::OrAnd(low, high, hn::Set(u, 0xFFFF0000u));
+}
+// Stores them to - with the others of the pair - the cells of 2 * pair_distance columns that begin at `to`.
+HWY_INLINE void store_pair(Vec x, Vec y, Element* to, std::int64_t c) {
+  hn::StoreU(pair_cells(x, y), UintTag(), reinterpret_cast<std::uint32_t*>(to) + c);
 }
 // The same columns as floats, for what AMX has no part in.
 HWY_INLINE void store_pair(Vec x, Vec y, float* to, std::int64_t c) {

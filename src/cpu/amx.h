@@ -2,7 +2,7 @@
 // and the objects here are compiled without any. TESSERA_CPU_AMX_EMULATED replaces them by plain loops, so
 // that the kernel above them is tested on machines without AMX.
 //
-// Eight tile registers of 16 rows x 64 bytes; the first five may have fewer rows.
+// Eight tile registers of 16 rows x 64 bytes; the first four may have fewer rows.
 #pragma once
 
 #include <cassert>
@@ -21,17 +21,17 @@ inline namespace emulated {
 inline thread_local float registers[8][16][16];
 inline thread_local int row_count[8] = {16, 16, 16, 16, 16, 16, 16, 16};
 
+inline void shape(std::int64_t rows) {
+  for (int i = 0; i < 4; ++i) row_count[i] = static_cast<int>(rows);
+  std::memset(registers, 0, sizeof(registers));
+}
+
 class Configured {
  public:
-  explicit Configured(std::int64_t rows = 16) { set(static_cast<int>(rows)); }
-  ~Configured() { set(16); }
+  Configured() { shape(16); }
+  ~Configured() { shape(16); }
   Configured(const Configured&) = delete;
   Configured& operator=(const Configured&) = delete;
-
- private:
-  static void set(int rows) {
-    for (int i = 0; i < 5; ++i) row_count[i] = rows;
-  }
 };
 
 template <int tile>
@@ -66,20 +66,23 @@ void multiply_add() {
 #else
 inline namespace native {
 
+// How many rows the first four tiles have from here on. All tiles are 0 then.
+inline void shape(std::int64_t rows) {
+  struct alignas(64) {
+    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  for (int i = 0; i < 4; ++i) config.rows[i] = static_cast<std::uint8_t>(rows);
+  static_assert(sizeof(config) == 64);
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
+}
+
 // The thread's tiles are configured while one lives, and given back after it: idle tiles cost power and make
 // every context switch longer.
 class Configured {
  public:
-  explicit Configured(std::int64_t rows = 16) {
-    struct alignas(64) {
-      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    for (int i = 0; i < 5; ++i) config.rows[i] = static_cast<std::uint8_t>(rows);
-    static_assert(sizeof(config) == 64);
-    __asm__ volatile("ldtilecfg %0" ::"m"(config));
-  }
+  Configured() { shape(16); }
   ~Configured() { __asm__ volatile("tilerelease"); }
   Configured(const Configured&) = delete;
   Configured& operator=(const Configured&) = delete;

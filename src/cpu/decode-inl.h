@@ -32,6 +32,9 @@ constexpr std::int64_t split_rows = 64;        // more are tasks enough: no auto
 constexpr std::int64_t max_decode_rows = 256;  // of a task
 #if defined(TESSERA_CPU_AMX)
 constexpr std::int64_t few_col_unit = col_unit;
+static_assert(stream_task_rows / TileProducts::fewest_rows <= TileProducts::most_heads);
+static_assert(TileProducts::most_heads * TileProducts::q_rows(TileProducts::fewest_rows) <=
+              2 * stream_task_rows);
 #else
 constexpr std::int64_t few_col_unit = cell_step;
 #endif
@@ -309,7 +312,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   const auto next_keys = [&](Range block, int side) {
     return Next(scratch.k_rows[side], block.size(), heads * dim * size, rows, value_passes);
   };
-  [[maybe_unused]] const typename Products::State state(rows);
+  [[maybe_unused]] typename Products::State state(rows);
   int side = 0;
   Range block = block_at(work.keys.begin / stream_block * stream_block);
   find(block, side);
@@ -318,12 +321,27 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     Products::load_queries(work.task(work.kv_heads.begin + h), few_of(h));
   const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
   std::int64_t split = work.splits.begin;
-  start_split(work, scratch, split);
+  const auto start = [&] {
+    start_split(work, scratch, split);
+    if constexpr (Products::by_block) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const DecodeScratch part = scratch.from(h * rows);
+        state.start_rows(h, part.row_max, part.row_sum);
+      }
+    }
+  };
+  start();
   const auto finish = [&] {
+    if constexpr (Products::by_block) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const DecodeScratch part = scratch.from(h * rows);
+        state.finish_rows(h, part.row_max, part.row_sum);
+      }
+    }
     for (std::int64_t r = 0; r < heads * rows; ++r)
       Products::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
     finish_split(work, scratch, split);
-    if (++split < work.splits.end) start_split(work, scratch, split);
+    if (++split < work.splits.end) start();
   };
   for (; !block.empty(); side = 1 - side) {
     while (block.begin >= (split + 1) * work.cut.splits.keys) finish();
@@ -334,24 +352,39 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     const void* const* k_rows = scratch.k_rows[side];
     const void* const* v_rows = scratch.v_rows[side];
     Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
-    for (std::int64_t h = 0; h < heads; ++h) {
-      const Few few = few_of(h);
-      if (widened) {
-        const void* const* wide = widen_rows<T>(scratch, k_rows, h * problem.k.head, end, dim, next);
-        FloatProducts<float>::scores(few, wide, 0, end, dim, none);
-      } else {
-        Products::scores(few, k_rows, h * problem.k.head, end, dim, next);
+    if constexpr (Products::by_block) {
+      const auto softmax = [&](std::int64_t h) {
+        state.softmax(work.task(work.kv_heads.begin + h), few_of(h), h, work.rows, block.begin, cols);
+      };
+      state.start_block(k_rows, v_rows, end, dim, dim_v);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        state.scores(few_of(h), h, h * problem.k.head, next);
+        if (h > 0) softmax(h - 1);
       }
-      stream_softmax<typename Products::P>(work, scratch, h, few, block.begin, cols);
-      Products::after_softmax(few, end);
-    }
-    next = next_keys(next_block, 1 - side);
-    for (std::int64_t h = 0; h < heads; ++h) {
-      if (widened) {
-        const void* const* wide = widen_rows<T>(scratch, v_rows, h * problem.v.head, end, dim_v, next);
-        FloatProducts<float>::values(few_of(h), wide, 0, end, dim_v, none);
-      } else {
-        Products::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
+      softmax(heads - 1);
+      next = next_keys(next_block, 1 - side);
+      for (std::int64_t h = 0; h < heads; ++h) state.values(few_of(h), h * problem.v.head, next);
+      state.finish_values();
+    } else {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const Few few = few_of(h);
+        if (widened) {
+          const void* const* wide = widen_rows<T>(scratch, k_rows, h * problem.k.head, end, dim, next);
+          FloatProducts<float>::scores(few, wide, 0, end, dim, none);
+        } else {
+          Products::scores(few, k_rows, h * problem.k.head, end, dim, next);
+        }
+        stream_softmax<typename Products::P>(work, scratch, h, few, block.begin, cols);
+        Products::after_softmax(few, end);
+      }
+      next = next_keys(next_block, 1 - side);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        if (widened) {
+          const void* const* wide = widen_rows<T>(scratch, v_rows, h * problem.v.head, end, dim_v, next);
+          FloatProducts<float>::values(few_of(h), wide, 0, end, dim_v, none);
+        } else {
+          Products::values(few_of(h), v_rows, h * problem.v.head, end, dim_v, next);
+        }
       }
     }
     block = next_block;
@@ -363,6 +396,9 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr bool dots = TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>;
 #if defined(TESSERA_CPU_AMX)
+    // p of whole tiles has room in the place of s.
+    static_assert(tile_rows / 2 * TileSoftmax<tile_rows>::p_ld <=
+                  2 * TileProducts::fewest_rows * DecodeScratch::few_ld);
     if constexpr (dots) {
       if (work.rows.size() >= TileProducts::fewest_rows)
         return stream_task_as<T, TileProducts>(work, scratch);

@@ -1,8 +1,12 @@
 // The rows of one key head that stream (few-inl.h), on AMX tiles: rows of keys are an operand as they lie in
 // the cache, rows of values are interleaved two and two.
 //
-//   sᵀ (16 keys x rows) = k qᵀ      q is packed once a task, and s transposed as it is stored
+//   sᵀ (16 keys x rows) = k qᵀ      q is packed once a task
+//   p = softmax of s                in vectors whose lanes are rows: nothing is summed across lanes
 //   o (rows x columns) += p v       tiles of o and p have as many rows as there are: neither has more
+//
+// Vectors wait for a tile that was just stored, and a tile for vectors: so the softmax of a head comes after
+// the scores of the next one, and a product of values after the next one's are interleaved.
 //
 // Keys that are not there, up to a whole tile, are zeros: nothing behind the last key is read.
 #pragma once
@@ -12,12 +16,186 @@
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
-struct TileProducts {
-  using P = Element;
-  using State = tile::Configured;
-  static constexpr std::int64_t fewest_rows = 8;  // packing costs more than it brings with fewer
+// What a softmax whose lanes are rows knows of each: what scores are made of, and which columns are seen.
+struct TileLanes {
+  alignas(64) float exponent[tile_rows] = {};  // scores to units of log2 e
+  alignas(64) float factor[tile_rows] = {};    // q·k to scores
+  alignas(64) float slope[tile_rows] = {};
+  alignas(64) std::int32_t position[tile_rows] = {};  // where ALiBi's distance is 0
+  alignas(64) std::int32_t begin[tile_rows] = {}, end[tile_rows] = {};
 
-  static std::int64_t q_rows(std::int64_t rows) { return std::max(rows, tile_rows / 2); }  // in floats
+  TileLanes(const TaskRows& task, Range rows, std::int64_t key, Range cols) {
+    Scoring other = task.first;
+    for (std::int64_t r = 0; r < rows.size(); ++r) {
+      const std::int64_t row = rows.begin + r;
+      const Scoring& scoring = task.scoring(row, other);
+      const RowPiece piece(task.query(row), key, cols, task.keys_of_row(row));
+      exponent[r] = scoring.exponent_scale();
+      factor[r] = scoring.raw() ? 1.0f : scoring.scale;
+      slope[r] = scoring.slope;
+      position[r] = static_cast<std::int32_t>(piece.row + scoring.diagonal - key);
+      begin[r] = static_cast<std::int32_t>(piece.visible.begin);
+      end[r] = static_cast<std::int32_t>(piece.visible.end);
+    }
+  }
+};
+
+// The softmax of one head's block of keys, from sᵀ (a key's 16 rows side by side) to p, as tiles of A take
+// it. `width` of the rows count: where two keys' rows fit a vector, it holds those of key c and of key c + 4.
+template <std::int64_t width>
+struct TileSoftmax {
+  static constexpr bool two_keys = lanes == 2 * width;
+  static constexpr std::int64_t p_ld = col_align;  // a block's keys
+
+  static HWY_INLINE Vec load_rows(const float* s, std::int64_t c) {
+    if constexpr (two_keys) {
+      const hn::Half<FloatTag> half;
+      return hn::Combine(FloatTag(), hn::LoadU(half, s + (c + 4) * tile_cols),
+                         hn::LoadU(half, s + c * tile_cols));
+    } else {
+      return load(s + c * tile_cols);
+    }
+  }
+  static HWY_INLINE void store_rows(Vec x, float* s, std::int64_t c) {
+    if constexpr (two_keys) {
+      const hn::Half<FloatTag> half;
+      hn::StoreU(hn::LowerHalf(half, x), half, s + c * tile_cols);
+      hn::StoreU(hn::UpperHalf(half, x), half, s + (c + 4) * tile_cols);
+    } else {
+      store(x, s + c * tile_cols);
+    }
+  }
+  // The rows' own numbers, for both keys of a vector.
+  template <class T>
+  static HWY_INLINE auto of_rows(const T* x) {
+    const hn::ScalableTag<T> tag;
+    if constexpr (two_keys) {
+      const auto low = hn::LoadU(hn::Half<hn::ScalableTag<T>>(), x);
+      return hn::Combine(tag, low, low);
+    } else {
+      return hn::LoadU(tag, x);
+    }
+  }
+  // With what the other key of the vector has.
+  static HWY_INLINE Vec other_key(Vec x) { return hn::ConcatLowerUpper(FloatTag(), x, x); }
+
+  // body(c, i) for all vectors of `cols` columns, i from 0 to 3 in turn.
+  template <class Body>
+  static HWY_INLINE void over_keys(std::int64_t cols, const Body& body) {
+    for (std::int64_t c = 0; c < cols; c += two_keys ? 8 : 4) {
+      HWY_UNROLL(4)
+      for (int i = 0; i < 4; ++i) body(c + i, i);
+    }
+  }
+
+  // Scores that are not q·k itself, in place; -inf where a row does not see the key.
+  static HWY_NOINLINE void make_scores(const Scoring& scoring, const TileLanes& rows, std::int64_t first,
+                                       float* s, std::int64_t cols) {
+    const Vec factor = of_rows(rows.factor + first), slope = of_rows(rows.slope + first);
+    const auto position = of_rows(rows.position + first);
+    const auto begin = of_rows(rows.begin + first), end = of_rows(rows.end + first);
+    const bool sloped = scoring.problem.alibi_slopes != nullptr;
+    over_keys(cols, [&](std::int64_t c, int /*i*/) HWY_ATTR {
+      const IntTag i;
+      auto column = hn::Set(i, static_cast<std::int32_t>(c));
+      if constexpr (two_keys) column = hn::ConcatLowerLower(i, hn::Add(column, hn::Set(i, 4)), column);
+      Vec x = load_rows(s, c);
+      x = scoring.capped ? hn::Mul(tanh(hn::Mul(x, set(scoring.cap_in))), set(scoring.cap_out))
+                         : hn::Mul(x, factor);
+      if (sloped) {
+        const Vec distance = hn::ConvertTo(FloatTag(), hn::Abs(hn::Sub(position, column)));
+        x = hn::NegMulAdd(slope, distance, x);
+      }
+      const auto hidden = hn::Or(hn::Lt(column, begin), hn::Not(hn::Lt(column, end)));
+      store_rows(hn::IfThenElse(hn::RebindMask(FloatTag(), hidden), set(-infinity), x), s, c);
+    });
+  }
+
+  // Of `cols` columns, a multiple of 32, and `lanes` rows from s on. max and sum move on.
+  static HWY_INLINE void run(float* s, std::int64_t cols, Vec scale, Element* p, float* max, float* sum,
+                             float* alpha) {
+    Vec most[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
+    // Max returns its second operand where the first is NaN: the maximum is none, its exponential is.
+    over_keys(cols, [&](std::int64_t c, int i) HWY_ATTR { most[i] = hn::Max(load_rows(s, c), most[i]); });
+    Vec largest = hn::Max(hn::Max(most[0], most[1]), hn::Max(most[2], most[3]));
+    if constexpr (two_keys) largest = hn::Max(largest, other_key(largest));
+    const Vec before = of_rows(max);
+    largest = hn::Max(largest, before);
+    // A row that has seen nothing but -inf keeps p = 2^-inf = 0 instead of NaN.
+    const Vec zero = set(0.0f);
+    const Vec base = hn::IfThenElse(hn::Eq(largest, set(-infinity)), zero, largest);
+    Vec shift = hn::Mul(base, scale), exponent = hn::Sub(hn::Mul(before, scale), shift);
+    const auto near = hn::Le(hn::Abs(shift), set(most_rounded));
+    if (!hn::AllTrue(FloatTag(), near)) {
+      const Vec less = hn::IfThenElse(near, zero, base);
+      over_keys(cols, [&](std::int64_t c, int /*i*/)
+                          HWY_ATTR { store_rows(hn::Sub(load_rows(s, c), less), s, c); });
+      exponent = hn::IfThenElse(near, exponent, hn::Mul(hn::Sub(before, base), scale));
+      shift = hn::IfThenElse(near, shift, zero);
+    }
+    const Vec shrink = hn::IfThenElse(hn::Eq(before, largest), set(1.0f), exp2(exponent));
+    Vec total[2] = {zero, zero};
+    const auto cells = [&](std::int64_t c) HWY_ATTR {
+      const Vec x = exp2<exp2_degree>(hn::MulSub(load_rows(s, c), scale, shift));
+      const Vec y = exp2<exp2_degree>(hn::MulSub(load_rows(s, c + pair_distance), scale, shift));
+      total[0] = hn::Add(total[0], x);
+      total[1] = hn::Add(total[1], y);
+      return pair_cells(x, y);
+    };
+    for (std::int64_t c = 0; c < cols; c += tile_depth)
+      store_cells([&](std::int64_t i) HWY_ATTR { return cells(c + i); }, p + c);
+    Vec all = hn::Add(total[0], total[1]);
+    if constexpr (two_keys) all = hn::Add(all, other_key(all));
+    all = hn::MulAdd(shrink, of_rows(sum), all);
+    keep_rows(largest, max);
+    keep_rows(all, sum);
+    keep_rows(shrink, alpha);
+  }
+
+ private:
+  static HWY_INLINE void keep_rows(Vec x, float* to) {
+    if constexpr (two_keys) {
+      const hn::Half<FloatTag> half;
+      hn::StoreU(hn::LowerHalf(half, x), half, to);
+    } else {
+      store(x, to);
+    }
+  }
+  // The cells of 16 pairs of keys, which cells(first) makes vector by vector, as rows of A.
+  template <class MakeCells>
+  static HWY_INLINE void store_cells(const MakeCells& make, Element* p) {
+    const UintTag u;
+    if constexpr (two_keys) {
+      Cells quad[2][4];
+      HWY_UNROLL(2)
+      for (int q = 0; q < 2; ++q) {
+        const Cells a = make(8 * q), b = make(8 * q + 1), c = make(8 * q + 2), d = make(8 * q + 3);
+        transpose_quads(a, b, c, d, quad[q]);
+      }
+      HWY_UNROLL(4)
+      for (int r = 0; r < 4; ++r) {
+        const auto row = [&](int at) HWY_ATTR { return reinterpret_cast<std::uint32_t*>(p + at * p_ld); };
+#if HWY_CAP_GE512
+        hn::StoreU(Cells{_mm512_shuffle_i32x4(quad[0][r].raw, quad[1][r].raw, 0x88)}, u, row(r));
+        hn::StoreU(Cells{_mm512_shuffle_i32x4(quad[0][r].raw, quad[1][r].raw, 0xDD)}, u, row(r + 4));
+#endif
+      }
+    } else {
+      alignas(64) std::uint32_t cells[pair_distance * lanes];
+      for (std::int64_t i = 0; i < pair_distance; ++i) hn::StoreU(make(i), u, cells + i * lanes);
+      for (std::int64_t i = 0; i < pair_distance; i += lanes)
+        transpose_cells(cells + i * lanes, lanes, reinterpret_cast<std::uint32_t*>(p) + i, p_ld / 2);
+    }
+  }
+};
+
+struct TileProducts {
+  static constexpr bool by_block = true;
+  static constexpr std::int64_t fewest_rows = 4;  // one is quicker in dot products
+  static constexpr std::int64_t most_heads = 16;  // of a task
+
+  // In floats.
+  static constexpr std::int64_t q_rows(std::int64_t rows) { return std::max(rows, tile_rows / 2); }
   static std::int64_t passes_of_scores(std::int64_t /*rows*/) { return 1; }
   static std::int64_t passes_of_values(std::int64_t /*rows*/) { return 1; }
 
@@ -31,60 +209,167 @@ struct TileProducts {
     }
     b_transposed(rows, depth, depth, tile_cols, reinterpret_cast<Element*>(few.q));
   }
+  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
 
-  static HWY_NOINLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
-                                  std::int64_t keys, std::int64_t dim, Next& next) {
-    const auto* q = reinterpret_cast<const Element*>(few.q);
-    const std::int64_t depth = round_up(dim, tile_depth);
-    alignas(64) Element copy[tile_rows * max_head_dim];
-    alignas(64) float s[tile_rows * tile_cols];
-    for (std::int64_t j = 0; j < keys; j += tile_rows) {
-      const Element* k = copy;
-      std::int64_t stride = depth * static_cast<std::int64_t>(sizeof(Element));
-      if (keys - j >= tile_rows && dim == depth && at_even_distance(k_rows + j)) {
-        k = static_cast<const Element*>(k_rows[j]) + offset;
-        stride = distance(k_rows + j);
-      } else {
-        copy_rows(k_rows + j, offset, std::min(tile_rows, keys - j), dim, copy, depth);
-      }
-      tile::zero<5>();
-      for (std::int64_t d = 0; d < depth; d += tile_depth) {
-        next.fetch(static_cast<int>(tile_rows / 2));  // a line for each that is loaded
-        tile::load<6>(k + d, stride);
-        next.fetch(static_cast<int>(tile_rows / 2));
-        tile::load<7>(q + d * tile_cols, 64);
-        tile::multiply_add<5, 6, 7>();
-      }
-      tile::store<5>(s, 64);
-      // Rows that are not there fall to the next heads, whose scores come later.
-      transpose_tile(s, tile_cols, few.s + j, few.s_ld);
+  class State;
+};
+
+// Of a task's thread: the rows' maxima and sums, and head by head the scores, and then the values, of a
+// block. The first four tiles have a row for each of q's.
+class TileProducts::State {
+ public:
+  explicit State(std::int64_t rows) : rows_(rows) { tile::shape(rows); }
+  ~State() { tile::shape(tile_rows); }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  void start_rows(std::int64_t h, const float* row_max, const float* row_sum) {
+    for (std::int64_t r = 0; r < tile_rows; ++r) {
+      max_[h][r] = r < rows_ ? row_max[r] : 0.0f;
+      sum_[h][r] = r < rows_ ? sum_of(load(row_sum + r * lanes)) : 0.0f;
+    }
+  }
+  void finish_rows(std::int64_t h, float* row_max, float* row_sum) const {
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      row_max[r] = max_[h][r];
+      zero_row(row_sum + r * lanes, lanes);
+      row_sum[r * lanes] = sum_[h][r];
     }
   }
 
-  static HWY_INLINE void after_softmax(const Few& /*few*/, std::int64_t /*keys*/) {}
-  static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                std::int64_t keys, std::int64_t dim, Next& next) {
-    std::int64_t c = 0;
-    for (; dim - c > 2 * tile_cols; c += 4 * tile_cols) columns<4>(few, v_rows, offset, keys, c, dim, next);
-    if (c < dim) columns<2>(few, v_rows, offset, keys, c, dim, next);
+  // The block's first `keys` keys, for all heads.
+  HWY_INLINE void start_block(const void* const* k_rows, const void* const* v_rows, std::int64_t keys,
+                              std::int64_t dim, std::int64_t dim_v) {
+    k_rows_ = k_rows;
+    v_rows_ = v_rows;
+    keys_ = keys;
+    dim_ = dim;
+    dim_v_ = dim_v;
+    for (std::int64_t j = 0; j < most_keys; j += tile_rows)
+      stride_[j / tile_rows] = keys - j >= tile_rows && dim % tile_depth == 0 ? stride(k_rows + j) : 0;
   }
-  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
+
+  HWY_NOINLINE void scores(const Few& few, std::int64_t h, std::int64_t offset, Next& next) {
+    const auto* q = reinterpret_cast<const Element*>(few.q);
+    float* s = s_[h % 2];
+    const std::int64_t depth = round_up(dim_, tile_depth);
+    alignas(64) Element copies[2][tile_rows * max_head_dim];
+    for (std::int64_t j = 0; j < keys_; j += 2 * tile_rows) {
+      const Element* k[2];
+      std::int64_t strides[2];
+      for (int i = 0; i < 2; ++i) {
+        const std::int64_t first = j + i * tile_rows;
+        strides[i] = first < keys_ ? stride_[first / tile_rows] : 0;
+        if (strides[i] != 0) {
+          k[i] = static_cast<const Element*>(k_rows_[first]) + offset;
+        } else {
+          k[i] = copies[i];
+          strides[i] = depth * static_cast<std::int64_t>(sizeof(Element));
+          copy_rows(k_rows_ + first, offset, std::clamp<std::int64_t>(keys_ - first, 0, tile_rows), dim_,
+                    copies[i], depth);
+        }
+      }
+      tile::zero<4>();
+      tile::zero<5>();
+      for (std::int64_t d = 0; d < depth; d += tile_depth) {
+        tile::load<7>(q + d * tile_cols, 64);
+        next.fetch_run<tile_rows / 2>();  // in all, a line for each that is loaded
+        tile::load<6>(k[0] + d, strides[0]);
+        tile::multiply_add<4, 6, 7>();
+        next.fetch_run<tile_rows / 2>();
+        next.fetch_run<tile_rows / 2>();
+        tile::load<6>(k[1] + d, strides[1]);
+        tile::multiply_add<5, 6, 7>();
+        next.fetch_run<tile_rows / 2>();
+      }
+      tile::store<4>(s + j * tile_cols, 64);
+      tile::store<5>(s + (j + tile_rows) * tile_cols, 64);
+    }
+  }
+
+  // From sᵀ to p, in the place of few.s, and o scaled by what it makes of the maxima. p takes half the room
+  // of s: rows of p that are not there have theirs, too.
+  HWY_NOINLINE void softmax(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
+                            std::int64_t key, Range cols) {
+    if (rows_ <= tile_rows / 2) {
+      softmax_as<tile_rows / 2>(task, few, h, rows, key, cols, s_[h % 2]);
+    } else {
+      softmax_as<tile_rows>(task, few, h, rows, key, cols, s_[h % 2]);
+    }
+  }
+
+  // 32 columns of 32 keys at a time: larger pieces were slower (NOTES.md). A product is left over to the next
+  // piece, the last one to finish_values.
+  HWY_NOINLINE void values(const Few& few, std::int64_t offset, Next& next) {
+    for (std::int64_t c = 0; c < dim_v_; c += pass_cols) {
+      for (std::int64_t k = 0; k < keys_; k += tile_depth) {
+        Element* to = packed_[side_];
+        if (keys_ - k >= tile_depth && dim_v_ - c >= pass_cols) {
+          pack<true>(v_rows_ + k, offset + c, tile_depth, pass_cols, to, next);
+        } else {
+          pack<false>(v_rows_ + k, offset + c, keys_ - k, dim_v_ - c, to, next);
+        }
+        finish_values();
+        waiting_ = {reinterpret_cast<const Element*>(few.s) + k,
+                    to,
+                    few.o + c,
+                    few.o_ld,
+                    k == 0,
+                    k + tile_depth >= keys_};
+        side_ = 1 - side_;
+      }
+    }
+  }
+  HWY_INLINE void finish_values() {
+    if (waiting_.v == nullptr) return;
+    const std::int64_t stride_o = waiting_.o_ld * static_cast<std::int64_t>(sizeof(float));
+    if (waiting_.first) {
+      tile::load<0>(waiting_.o, stride_o);
+      tile::load<1>(waiting_.o + tile_cols, stride_o);
+    }
+    tile::load<2>(waiting_.p, p_ld * static_cast<std::int64_t>(sizeof(Element)));
+    tile::load<6>(waiting_.v, 64);
+    tile::multiply_add<0, 2, 6>();
+    tile::load<7>(waiting_.v + tile_elements, 64);
+    tile::multiply_add<1, 2, 7>();
+    if (waiting_.last) {
+      tile::store<0>(waiting_.o, stride_o);
+      tile::store<1>(waiting_.o + tile_cols, stride_o);
+    }
+    waiting_ = {};
+  }
 
  private:
-  static constexpr std::int64_t most_keys = 64;  // of a block
+  static constexpr std::int64_t most_keys = col_align;      // of a block
+  static constexpr std::int64_t pass_cols = 2 * tile_cols;  // of o at once
+  static constexpr std::int64_t p_ld = TileSoftmax<tile_rows>::p_ld;
 
-  static HWY_INLINE std::int64_t distance(const void* const* rows) {
-    return static_cast<const std::byte*>(rows[1]) - static_cast<const std::byte*>(rows[0]);
-  }
-  static HWY_INLINE bool at_even_distance(const void* const* rows) {
+  struct Waiting {  // o += p v; whether with the block's first keys, and its last
+    const Element *p = nullptr, *v = nullptr;
+    float* o = nullptr;
+    std::int64_t o_ld = 0;
+    bool first = false, last = false;
+  };
+
+  std::int64_t rows_, keys_ = 0, dim_ = 0, dim_v_ = 0;
+  const void *const *k_rows_ = nullptr, *const *v_rows_ = nullptr;
+  std::int64_t stride_[most_keys / tile_rows] = {};  // of 16 keys at an even distance; else 0
+  alignas(64) float max_[most_heads][tile_rows];
+  alignas(64) float sum_[most_heads][tile_rows];
+  alignas(64) float s_[2][most_keys * tile_cols];
+  alignas(64) Element packed_[2][tile_depth * pass_cols];
+  Waiting waiting_;
+  int side_ = 0;
+
+  static HWY_INLINE std::int64_t stride(const void* const* rows) {
     const auto* first = static_cast<const std::byte*>(rows[0]);
-    const std::int64_t each = distance(rows);
+    const std::int64_t each = static_cast<const std::byte*>(rows[1]) - first;
     bool even = true;
     for (std::int64_t i = 0; i < tile_rows; ++i) even &= rows[i] == first + i * each;
-    return even;
+    return even ? each : 0;
   }
-  static HWY_INLINE void copy_rows(const void* const* rows, std::int64_t offset, std::int64_t count,
-                                   std::int64_t dim, Element* to, std::int64_t ld) {
+  static HWY_NOINLINE void copy_rows(const void* const* rows, std::int64_t offset, std::int64_t count,
+                                     std::int64_t dim, Element* to, std::int64_t ld) {
     for (std::int64_t r = 0; r < tile_rows; ++r, to += ld) {
       const std::int64_t there = r < count ? dim : 0;
       if (there > 0) copy_row(static_cast<const Element*>(rows[r]) + offset, there, to);
@@ -92,69 +377,51 @@ struct TileProducts {
     }
   }
 
-  // Columns c .. of 32 keys as tiles of B: keys j and j + 16 side by side in a cell, as p has them, and the
-  // columns in the order of dot_columns.
-  template <int tiles>
-  static HWY_INLINE void pack(const void* const* v_rows, std::int64_t offset, std::int64_t keys,
-                              std::int64_t c, std::int64_t left, Element* to, Next& next) {
-    const hn::Repartition<std::uint16_t, UintTag> halves;
-    const auto row = [&](std::int64_t j, std::int64_t column) HWY_ATTR {
-      const Cells cells = j < keys ? load_cells(static_cast<const Element*>(v_rows[j]) + offset + c + column,
-                                                std::clamp<std::int64_t>(left - column, 0, cell_step))
-                                   : hn::Zero(UintTag());
-      return hn::BitCast(halves, cells);
+  template <std::int64_t width>
+  HWY_INLINE void softmax_as(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
+                             std::int64_t key, Range cols, float* s) {
+    using Softmax = TileSoftmax<width>;
+    const Range all = task.mask.keys_of_all({task.query(rows.begin), task.query(rows.end - 1) + 1});
+    const bool plain = task.problem.alibi_slopes == nullptr && task.first.raw() && all.begin <= key &&
+                       all.end >= key + cols.end;
+    alignas(64) float alpha[tile_rows];
+    auto* p = reinterpret_cast<Element*>(few.s);
+    const auto part = [&](std::int64_t i, Vec scale) HWY_ATTR {
+      Softmax::run(s + i, cols.end, scale, p + i * p_ld, max_[h] + i, sum_[h] + i, alpha + i);
     };
-    const auto put = [&](auto x, std::int64_t j, std::int64_t column) HWY_ATTR {
-      Element* at = to + column / tile_cols * tile_elements + 2 * (j * tile_cols + column % tile_cols);
-      hn::StoreU(x, halves, &at->bits);
-    };
-    for (std::int64_t j = 0; j < pair_distance; ++j) {
-      for (std::int64_t n = 0; n < tiles * tile_cols; n += cell_step) {
-        next.fetch(lines_of_step<Element, 4>);
-        const auto x = row(j, n), y = row(j + pair_distance, n);
-        put(hn::InterleaveLower(halves, x, y), j, n);
-        put(hn::InterleaveUpper(halves, x, y), j, n + lanes);
+    if (plain) {
+      for (std::int64_t i = 0; i < width; i += lanes) part(i, set(task.first.scale));
+    } else {
+      const TileLanes of(task, rows, key, cols);
+      for (std::int64_t i = 0; i < width; i += lanes) {
+        Softmax::make_scores(task.first, of, i, s + i, cols.end);
+        part(i, Softmax::of_rows(of.exponent + i));
       }
     }
+    for (std::int64_t r = 0; r < rows_; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, alpha[r]);
   }
 
-  template <int tiles>
-  static HWY_NOINLINE void columns(const Few& few, const void* const* v_rows, std::int64_t offset,
-                                   std::int64_t keys, std::int64_t c, std::int64_t dim, Next& next) {
-    alignas(64) Element v[most_keys / tile_depth * tiles * tile_elements];
-    Element* to = v;
-    for (std::int64_t k = 0; k < keys; k += tile_depth, to += tiles * tile_elements)
-      pack<tiles>(v_rows + k, offset, keys - k, c, dim - c, to, next);
-
-    const auto* p = reinterpret_cast<const Element*>(few.s);
-    const std::int64_t stride_p = few.s_ld * static_cast<std::int64_t>(sizeof(float));
-    const std::int64_t stride_o = few.o_ld * static_cast<std::int64_t>(sizeof(float));
-    float* o = few.o + c;
-    tile::load<0>(o, stride_o);
-    tile::load<1>(o + tile_cols, stride_o);
-    if constexpr (tiles == 4) {
-      tile::load<2>(o + 2 * tile_cols, stride_o);
-      tile::load<3>(o + 3 * tile_cols, stride_o);
-    }
-    const Element* from = v;
-    for (std::int64_t k = 0; k < keys; k += tile_depth, from += tiles * tile_elements) {
-      tile::load<4>(p + k, stride_p);
-      tile::load<5>(from, 64);
-      tile::multiply_add<0, 4, 5>();
-      tile::load<6>(from + tile_elements, 64);
-      tile::multiply_add<1, 4, 6>();
-      if constexpr (tiles == 4) {
-        tile::load<7>(from + 2 * tile_elements, 64);
-        tile::multiply_add<2, 4, 7>();
-        tile::load<5>(from + 3 * tile_elements, 64);
-        tile::multiply_add<3, 4, 5>();
+  // 32 columns of 32 keys as tiles of B: keys j and j + 16 side by side in a cell, as p has them, and the
+  // columns in the order of dot_columns. `keys` keys and `left` columns are there.
+  template <bool whole>
+  static HWY_INLINE void pack(const void* const* v_rows, std::int64_t offset, std::int64_t keys,
+                              std::int64_t left, Element* to, Next& next) {
+    const hn::Repartition<std::uint16_t, UintTag> halves;
+    const auto row = [&](std::int64_t j, std::int64_t c) HWY_ATTR {
+      if (!whole && j >= keys) return hn::Zero(halves);
+      const auto* from = static_cast<const Element*>(v_rows[j]) + offset + c;
+      const std::int64_t there = whole ? cell_step : std::clamp<std::int64_t>(left - c, 0, cell_step);
+      return hn::BitCast(halves, load_cells(from, there));
+    };
+    for (std::int64_t j = 0; j < pair_distance; ++j, to += 2 * tile_cols) {
+      if (j % 2 == 0) next.fetch_run<4>();  // a line for each that is loaded
+      for (std::int64_t c = 0; c < pass_cols; c += cell_step) {
+        const auto x = row(j, c), y = row(j + pair_distance, c);
+        Element* at = to + c / tile_cols * tile_elements + 2 * (c % tile_cols);
+        Element* after = at + (lanes == tile_cols ? tile_elements : 2 * lanes);
+        hn::StoreU(hn::InterleaveLower(halves, x, y), halves, &at->bits);
+        hn::StoreU(hn::InterleaveUpper(halves, x, y), halves, &after->bits);
       }
-    }
-    tile::store<0>(o, stride_o);
-    tile::store<1>(o + tile_cols, stride_o);
-    if constexpr (tiles == 4) {
-      tile::store<2>(o + 2 * tile_cols, stride_o);
-      tile::store<3>(o + 3 * tile_cols, stride_o);
     }
   }
 };

@@ -26,10 +26,11 @@ HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, st
 }
 
 // Against rows of the cache as T. p takes the place of s. How often the rows are passed over: lines are
-// called for with all of the passes.
+// called for with all of the passes. Products that work block by block have a softmax of their own.
 template <class T>
 struct FloatProducts {
   using P = float;
+  static constexpr bool by_block = false;
   struct State {  // of a task's thread
     explicit State(std::int64_t /*rows*/) {}
   };
@@ -63,6 +64,7 @@ struct DotProducts {
   // In the place of s, of which a pair of vectors must have been read before one of p is stored there: where
   // it is four vectors instead (the emulation of AMX), p is rounded afterwards.
   using P = std::conditional_t<pair_distance == lanes, DotCell, float>;
+  static constexpr bool by_block = false;
   using State = FloatProducts<float>::State;
   static std::int64_t q_rows(std::int64_t rows) { return rows; }
   static std::int64_t passes_of_scores(std::int64_t rows) {

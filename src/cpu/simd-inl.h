@@ -276,11 +276,25 @@ HWY_INLINE void with_any_type(DType dtype, Body&& body) {
 
 // --- Transpose ---------------------------------------------------------------------------------------------
 
+// In every block of four lanes: columns[c] is cell c of the four rows.
+HWY_INLINE void transpose_quads(hn::Vec<UintTag> r0, hn::Vec<UintTag> r1, hn::Vec<UintTag> r2,
+                                hn::Vec<UintTag> r3, hn::Vec<UintTag> (&columns)[4]) {
+  const UintTag u;
+  const hn::RepartitionToWide<UintTag> wide;
+  const auto low01 = hn::BitCast(wide, hn::InterleaveLower(u, r0, r1));
+  const auto high01 = hn::BitCast(wide, hn::InterleaveUpper(u, r0, r1));
+  const auto low23 = hn::BitCast(wide, hn::InterleaveLower(u, r2, r3));
+  const auto high23 = hn::BitCast(wide, hn::InterleaveUpper(u, r2, r3));
+  columns[0] = hn::BitCast(u, hn::InterleaveLower(wide, low01, low23));
+  columns[1] = hn::BitCast(u, hn::InterleaveUpper(wide, low01, low23));
+  columns[2] = hn::BitCast(u, hn::InterleaveLower(wide, high01, high23));
+  columns[3] = hn::BitCast(u, hn::InterleaveUpper(wide, high01, high23));
+}
+
 // lanes x lanes cells of 32 bits; strides in cells.
 HWY_INLINE void transpose_cells(const std::uint32_t* from, std::int64_t from_row, std::uint32_t* to,
                                 std::int64_t to_row) {
   const UintTag u;
-  const hn::RepartitionToWide<UintTag> wide;
   using Cells = hn::Vec<UintTag>;
   // First 4 x 4 cells inside the 128-bit blocks: quad[q][c] is column c (of each block) of rows 4q .. 4q + 3.
   constexpr int quads = static_cast<int>(lanes) / 4;
@@ -290,14 +304,7 @@ HWY_INLINE void transpose_cells(const std::uint32_t* from, std::int64_t from_row
     const std::uint32_t* rows = from + 4 * q * from_row;
     const Cells r0 = hn::LoadU(u, rows), r1 = hn::LoadU(u, rows + from_row);
     const Cells r2 = hn::LoadU(u, rows + 2 * from_row), r3 = hn::LoadU(u, rows + 3 * from_row);
-    const auto low01 = hn::BitCast(wide, hn::InterleaveLower(u, r0, r1));
-    const auto high01 = hn::BitCast(wide, hn::InterleaveUpper(u, r0, r1));
-    const auto low23 = hn::BitCast(wide, hn::InterleaveLower(u, r2, r3));
-    const auto high23 = hn::BitCast(wide, hn::InterleaveUpper(u, r2, r3));
-    quad[q][0] = hn::BitCast(u, hn::InterleaveLower(wide, low01, low23));
-    quad[q][1] = hn::BitCast(u, hn::InterleaveUpper(wide, low01, low23));
-    quad[q][2] = hn::BitCast(u, hn::InterleaveLower(wide, high01, high23));
-    quad[q][3] = hn::BitCast(u, hn::InterleaveUpper(wide, high01, high23));
+    transpose_quads(r0, r1, r2, r3, quad[q]);
   }
   // Then the blocks.
   HWY_UNROLL(4)

@@ -121,6 +121,14 @@ struct Next {
       line += 64;
     }
   }
+  // The same where every line is called for once and in one pass, in fewer instructions.
+  template <int lines>
+  HWY_INLINE void fetch_run() {
+    if (end - line < 64 * lines) return fetch(lines);
+    HWY_UNROLL(8)
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(line + 64 * i, 0, 2);
+    line += 64 * lines;
+  }
   void fetch_all() {
     while (count > 0 || line < end) fetch(1);
   }
