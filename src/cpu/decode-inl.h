@@ -32,17 +32,20 @@ constexpr std::int64_t split_rows = 64;        // more are tasks enough: no auto
 constexpr std::int64_t max_decode_rows = 256;  // of a task
 #if defined(TESSERA_CPU_AMX)
 constexpr std::int64_t few_col_unit = col_unit;
+constexpr std::int64_t rows_of_short_splits = few_rows;
 static_assert(stream_task_rows / TileProducts::fewest_rows <= TileProducts::most_heads);
 static_assert(TileProducts::most_heads * TileProducts::q_rows(TileProducts::fewest_rows) <=
               2 * stream_task_rows);
 #else
 constexpr std::int64_t few_col_unit = cell_step;
+constexpr std::int64_t rows_of_short_splits = 4;
 #endif
 // A block's columns begin with its first key: so it is one unit of them.
 static_assert(forward_tiles.block_n % stream_block == 0 && stream_block == col_align);
-// The more rows, the more a split leaves behind to be merged.
+// The more rows, the more a split leaves behind to be merged: with few of them, or where they take little
+// time each, tasks that end at the same time count for more.
 constexpr Splits::Rule split_rule(std::int64_t rows) {
-  return {forward_tiles.block_n, rows <= 4 ? 512 : 1024, 64};
+  return {forward_tiles.block_n, rows <= rows_of_short_splits ? 512 : 1024, 64};
 }
 static_assert(few_rows <= forward_tiles.tile_m && 512 % forward_tiles.block_n == 0);
 
