@@ -439,13 +439,15 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       constexpr bool capping = ScoreTerms::caps_in_exponent,
                      at_once = capping || (units == tile::Units::raw && !has(C.terms, Terms::alibi));
       if constexpr (at_once && !first) {
-        if (ready && (!capping || cap.possible)) {
-          hide();
+        if (ready && !partly && (!capping || cap.possible)) {
+          float sum[1][2];
           if constexpr (capping) {
-            if (softmax.exponentiate_at_once(s, limit, cap)) return;
+            softmax.exponentiate_at_once(s, sum, cap);
           } else {
-            if (softmax.exponentiate_at_once(s, limit)) return;
+            softmax.exponentiate_at_once(s, sum);
           }
+          if (softmax.accept(sum, limit)) return;
+          if (softmax.accept_after_all(s, sum, limit)) return;
           --chances;
           compute_again(block);
         }
@@ -520,7 +522,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
 #pragma unroll 1
       for (int block = past_block - 2; block >= first_block; --block) {
-        float by[2] = {1.0f, 1.0f};
+        float by[2];
         bool moved = false;
         ptx::wait(shared.k_there[k.stage].full, k.parity);
         take_turn();

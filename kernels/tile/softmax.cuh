@@ -159,33 +159,52 @@ struct Softmax {
     }
   }
 
-  // A block's exponentials, from the references as they are. False: one of them reaches its row's limit: s is
-  // lost, and nothing is added to row_sum.
-  template <int n, class... ExponentOf>
-  __device__ __forceinline__ bool exponentiate_at_once(FragmentC (&s)[m][n], const float (&limit)[m][2],
-                                                       const ExponentOf&... exponent_of) {
-    float sum[m][2];
-    exponentiate_all(s, sum, exponent_of...);
-    if (!__all_sync(~0u, below(sum, limit))) {
-      // Many that are small come to as much as one that is not.
-      float most[m][2];
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          most[i][half] = sum[i][half] < ptx::infinity ? 0.0f : ptx::infinity;  // NaN, too
-#pragma unroll
-          for (int j = 0; j < n; ++j)
-            most[i][half] = fmaxf(most[i][half], fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
-        }
-      }
-      if (!__all_sync(~0u, below(most, limit))) return false;
-    }
+  // A block's exponentials, from the references as they are, and their sums.
+  template <int n, class ExponentOf>
+  __device__ __forceinline__ void exponentiate_at_once(FragmentC (&s)[m][n], float (&sum)[m][2],
+                                                       const ExponentOf& exponent_of) const {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
-      row_sum[i][0] += sum[i][0];
-      row_sum[i][1] += sum[i][1];
+      float parts[2][2] = {};
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = ptx::exp2(exponent_of(s[i][j][e], offset[i][e / 2]));
+        parts[0][j % 2] += s[i][j][0] + s[i][j][1];
+        parts[1][j % 2] += s[i][j][2] + s[i][j][3];
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[i][half] = parts[half][0] + parts[half][1];
     }
+  }
+  template <int n>
+  __device__ __forceinline__ void exponentiate_at_once(FragmentC (&s)[m][n], float (&sum)[m][2]) const {
+    exponentiate_at_once(s, sum, [this](float x, float from) { return fmaf(x, factor, -from); });
+  }
+  // Whether none of them reaches its row's limit: then row_sum gets the sums. Else s is lost.
+  [[nodiscard]] __device__ __forceinline__ bool accept(const float (&sum)[m][2], const float (&limit)[m][2]) {
+    if (!__all_sync(~0u, below(sum, limit))) return false;
+    add(sum);
+    return true;
+  }
+  // The same by a closer look: many that are small come to as much as one that is not.
+  template <int n>
+  [[nodiscard]] __device__ __forceinline__ bool accept_after_all(const FragmentC (&s)[m][n],
+                                                                 const float (&sum)[m][2],
+                                                                 const float (&limit)[m][2]) {
+    float most[m][2];
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        most[i][half] = sum[i][half] < ptx::infinity ? 0.0f : ptx::infinity;  // NaN, too
+#pragma unroll
+        for (int j = 0; j < n; ++j)
+          most[i][half] = fmaxf(most[i][half], fmaxf(s[i][j][half * 2], s[i][j][half * 2 + 1]));
+      }
+    }
+    if (!__all_sync(~0u, below(most, limit))) return false;
+    add(sum);
     return true;
   }
 
@@ -240,34 +259,19 @@ struct Softmax {
   }
 
  private:
+  __device__ __forceinline__ void add(const float (&sum)[m][2]) {
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      row_sum[i][0] += sum[i][0];
+      row_sum[i][1] += sum[i][1];
+    }
+  }
   [[nodiscard]] static __device__ __forceinline__ bool below(const float (&p)[m][2],
                                                              const float (&limit)[m][2]) {
     bool all = true;
 #pragma unroll
     for (int i = 0; i < m; ++i) all = all & (p[i][0] < limit[i][0]) & (p[i][1] < limit[i][1]);
     return all;
-  }
-
-  template <int n, class ExponentOf>
-  __device__ __forceinline__ void exponentiate_all(FragmentC (&s)[m][n], float (&sum)[m][2],
-                                                   const ExponentOf& exponent_of) const {
-#pragma unroll
-    for (int i = 0; i < m; ++i) {
-      float parts[2][2] = {};
-#pragma unroll
-      for (int j = 0; j < n; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[i][j][e] = ptx::exp2(exponent_of(s[i][j][e], offset[i][e / 2]));
-        parts[0][j % 2] += s[i][j][0] + s[i][j][1];
-        parts[1][j % 2] += s[i][j][2] + s[i][j][3];
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) sum[i][half] = parts[half][0] + parts[half][1];
-    }
-  }
-  template <int n>
-  __device__ __forceinline__ void exponentiate_all(FragmentC (&s)[m][n], float (&sum)[m][2]) const {
-    exponentiate_all(s, sum, [this](float x, float from) { return fmaf(x, factor, -from); });
   }
 
   float factor;
