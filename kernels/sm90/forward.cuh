@@ -461,7 +461,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         if (capped) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) maximum[0][half] = cap(maximum[0][half], 0.0f);
-          softmax.follow(maximum, 1.0f, shrink);
+          // Not lazily where it is below what exponentials without a look at the maxima want.
+          softmax.follow(maximum, 1.0f, shrink, cap.least);
           exponentiate(cap);
         }
       }

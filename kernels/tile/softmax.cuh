@@ -59,8 +59,10 @@ struct Softmax {
   // Moves the references to the maxima of a block where they call for it, and row_sum with them. If one of
   // the warp's has moved, shrink(i, half, by) hears what acc_o's rows are to be multiplied by. What a row's
   // exponentials need then lies in factor and offset: p = 2^(factor * s - offset).
+  // A reference below `least` moves with every maximum.
   template <class Shrink>
-  __device__ __forceinline__ void follow(const float (&maximum)[m][2], float scale, const Shrink& shrink) {
+  __device__ __forceinline__ void follow(const float (&maximum)[m][2], float scale, const Shrink& shrink,
+                                         float least = -ptx::infinity) {
     float by[m][2];
     bool moved = false;
     factor = scale;
@@ -70,7 +72,8 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         const float before = reference[i][half], most = maximum[i][half];
         by[i][half] = 1.0f;
-        if ((most - before) * scale > slack) {  // from -inf to anything, too
+        // From -inf to anything, too.
+        if ((most - before) * scale > slack || (before < least && most > before)) {
           // A row that has seen nothing has no sum: any factor will do, but not NaN.
           by[i][half] = before == -ptx::infinity ? 0.0f : ptx::exp2((before - most) * scale);
           reference[i][half] = most;
