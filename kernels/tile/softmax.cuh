@@ -215,47 +215,42 @@ struct Softmax {
   template <int nv>
   __device__ __forceinline__ void finish(FragmentC (&acc_o)[m][nv], float (&lse)[m][2], float unit,
                                          float sink, bool has_sink, float dropout_scale) {
-    float most[m][2], factor_o[m][2];
 #pragma unroll
     for (int i = 0; i < m; ++i) {
+      float most[2], by[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& sum = row_sum[i][half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        most[i][half] = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
-        factor_o[i][half] = dropout_scale;
+        most[half] = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
+        by[half] = dropout_scale;
       }
-    }
-    if (has_sink) {
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
+      if (has_sink) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float both = fmaxf(most[i][half], sink);
+          const float both = fmaxf(most[half], sink);
           if (both > -ptx::infinity) {
-            const float shrink = ptx::exp2((most[i][half] - both) * ptx::log2_e);
+            const float shrink = ptx::exp2((most[half] - both) * ptx::log2_e);
             row_sum[i][half] = row_sum[i][half] * shrink + ptx::exp2((sink - both) * ptx::log2_e);
-            factor_o[i][half] *= shrink;
-            most[i][half] = both;
+            by[half] *= shrink;
+            most[half] = both;
           }
         }
       }
-    }
-#pragma unroll
-    for (int i = 0; i < m; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // No key and no sink: o = 0, lse = -inf. NaN is neither. Else the largest p, or the sink's, is 1 or
-        // nearly so: an approximate reciprocal is right to a unit or two.
+        // nearly so: an approximate reciprocal is right to a unit or two. With two rows of tiles a kernel
+        // that has no register to spare would spill by it.
         const float sum = row_sum[i][half];
         const bool empty = sum == 0.0f;
-        const float by = empty ? 0.0f : factor_o[i][half] * ptx::reciprocal(sum);
-        lse[i][half] = empty ? -ptx::infinity : most[i][half] + ptx::log2(sum) * ptx::ln_2;
+        by[half] = empty ? 0.0f : m == 1 ? by[half] * ptx::reciprocal(sum) : by[half] / sum;
+        lse[i][half] = empty ? -ptx::infinity : most[half] + ptx::log2(sum) * ptx::ln_2;
 #pragma unroll
         for (int j = 0; j < nv; ++j) {
-          acc_o[i][j][half * 2] *= by;
-          acc_o[i][j][half * 2 + 1] *= by;
+          acc_o[i][j][half * 2] *= by[half];
+          acc_o[i][j][half * 2 + 1] *= by[half];
         }
       }
     }
