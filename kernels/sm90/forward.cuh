@@ -322,11 +322,14 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     if constexpr (C.grouped) {  // all of its heads have the same queries
       whole = mask.keys_of_all({0, queries});
     } else if (all.order.masked || queries < C.block_m) {
+      // Rows that are not there do not count: of several heads in a tile they do not, either, and what is
+      // seen in part is computed another way.
       const int first_row = first_query + group * group_rows;
-      whole = mask.keys_of_all({first_row, first_row + group_rows});
+      const NarrowMask::Range rows{first_row, min(first_row + group_rows, first_query + queries)};
+      whole = mask.keys_of_all(rows);
       // Blocks that others of the tile's queries see. Who takes turns takes part in all of them.
       if constexpr (!C.turns) {
-        const auto own = mask.keys_of_any({first_row, min(first_row + group_rows, first_query + queries)});
+        const auto own = mask.keys_of_any(rows);
         if (!own.empty()) first_block = static_cast<unsigned>(own.begin) / C.block_n;
         past_block = own.empty() ? first_block : (static_cast<unsigned>(own.end) + C.block_n - 1) / C.block_n;
       }

@@ -281,7 +281,6 @@ TEST_P(DecodeContract, RepeatsAndThreadsGiveTheSameBits) {
   }
 }
 
-// Whatever else is in the batch, however its pages lie, and whatever room the cache has.
 // Values that are no numbers reach their own column of their own head's rows, and no other.
 TEST_P(DecodeContract, InfinityAndNaNStayInTheirColumns) {
   for (const std::int64_t group : {1, 4, 8, 16}) {
@@ -306,6 +305,7 @@ TEST_P(DecodeContract, InfinityAndNaNStayInTheirColumns) {
   }
 }
 
+// Whatever else is in the batch, however its pages lie, and whatever room the cache has.
 TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
   for (const std::int64_t seqlen_q : {1, 2, 40}) {
     for (const std::int64_t splits : {0, 3}) {

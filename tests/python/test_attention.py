@@ -124,7 +124,9 @@ def test_packed_is_each_sequence_alone(device):
 
 # A GPU takes several heads of a large batch at once, and one of a small one.
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 3)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, *({"window": x} for x in ((60, 3), (150, 3), (100, 50)))], ids=str
+)
 def test_a_few_queries_in_any_batch_have_the_same_bits(device, dim, options):
     dtype = DTYPES[device][0]
     batch = 64 if device == "cuda" else 3
