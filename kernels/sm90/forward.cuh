@@ -131,6 +131,7 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
   store_lse();  // behind o: whoever publishes shared memory waits for what was stored before
 }
 
+// The consumers: a warpgroup has 64 of the tile's rows.
 template <Sm90ForwardConfig C>
 __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardShared<C>& shared) {
   constexpr int n = C.block_n / 8, nv = C.head_dim_v / 8;

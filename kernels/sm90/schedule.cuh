@@ -19,6 +19,7 @@ struct ForwardWork {
   }
 };
 inline constexpr ForwardWork no_work{.first_query = -1};
+static_assert(sizeof(ForwardWork) == 12 * sizeof(int));  // as the plan counts shared memory
 
 // One thread finds a tile's work, others receive it, by way of shared memory. The words come to a lane each
 // and are handed round by shuffles: so the compiler knows that a warp's lanes agree on them.

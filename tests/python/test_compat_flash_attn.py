@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tessera
 import torch
+from plain import random, reference
 from tessera.compat import bert_padding
 from tessera.compat import flash_attn as fa
 from torch import Tensor
@@ -111,46 +112,6 @@ def test_import_paths_of_flash_attn() -> None:
 # ---- The reference
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, softmax_lse) of one dense batch, every score at once."""
-    (batch, seqlen_q, heads, dim), (_, seqlen_k, heads_k, _) = q.shape, k.shape
-    k, v = (x.repeat_interleave(heads // heads_k, dim=2) for x in (k, v))
-    score = torch.einsum("bihd,bjhd->bhij", q, k) * (dim**-0.5 if softmax_scale is None else softmax_scale)
-    if softcap > 0:
-        score = softcap * torch.tanh(score / softcap)
-    place = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    key = torch.arange(seqlen_k)[None, :]
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(q.dtype).expand(batch, heads)[:, :, None, None]
-        score = score - slopes * (place - key).abs()
-    left, right = window_size
-    right = 0 if causal else right
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if left >= 0:
-        seen &= key >= place - left
-    if right >= 0:
-        seen &= key <= place + right
-
-    row_max = score.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True) if seqlen_k else 0.0
-    row_max = torch.where(torch.as_tensor(row_max) == -math.inf, 0.0, torch.as_tensor(row_max))
-    weight = torch.exp(score.masked_fill(~seen, -math.inf) - row_max)
-    total = weight.sum(-1, keepdim=True)
-    without_keys = total == 0
-    total = total.masked_fill(without_keys, 1.0)
-    out = torch.einsum("bhij,bjhd->bihd", weight / total, v)
-    lse = (row_max + total.log()).masked_fill(without_keys, math.inf)
-    return out, lse.squeeze(-1)
-
-
 def packed_reference(
     q: Tensor,
     k: Tensor,
@@ -169,10 +130,6 @@ def packed_reference(
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, dim=1)
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 Call = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -421,6 +378,38 @@ def test_varlen_max_seqlen_as_a_tensor_too_large_and_too_small() -> None:
         fa.flash_attn_varlen_qkvpacked_func(qkv, cu, max(LENGTHS_Q) - 1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window_size": (5, 1)},
+        {"alibi_slopes": random(4, seed=88).abs(), "causal": True},
+    ],
+    ids=["plain", "causal", "window", "slopes"],
+)
+def test_varlen_of_pages(options: dict[str, Any]) -> None:
+    cu_q, cu_k, max_q, max_k = packed_args()
+    lengths = cu_k.diff().tolist()
+    pages = -(-max_k // 3)
+    table = torch.randperm(len(lengths) * pages).view(len(lengths), pages).to(torch.int32)
+    q = random(int(cu_q[-1]), 4, 16, seed=89)
+    k, v = (random(table.numel(), 3, 2, 16, seed=n) for n in (90, 91))
+    rows = [(table[b].long()[:, None] * 3 + torch.arange(3)).flatten()[:n] for b, n in enumerate(lengths)]
+    packed = [x.flatten(0, 1)[torch.cat(rows)] for x in (k, v)]
+    lengths_of = (cu_q, cu_k, max_q, max_k)
+    got = fa.flash_attn_varlen_func(
+        q, k, v, *lengths_of, block_table=table, return_attn_probs=True, **options
+    )
+    want = fa.flash_attn_varlen_func(q, *packed, *lengths_of, return_attn_probs=True, **options)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        fa.flash_attn_varlen_func(q, k, v, *lengths_of, 0.5, block_table=table)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        fa.flash_attn_varlen_func(q.requires_grad_(), k, v, *lengths_of, block_table=table)
+
+
 # ---- Dropout
 
 
@@ -527,175 +516,6 @@ def test_a_padded_batch_through_packed_attention() -> None:
         loss = loss + (expected[0] * weight[b, :length]).sum()
     loss.backward()
     torch.testing.assert_close(x.grad.double(), x_ref.grad, rtol=2e-4, atol=2e-4)
-
-
-# ---- Caches
-
-CACHED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "causal overrides the right side": {"causal": True, "window_size": (9, 4)},
-    "window": {"window_size": (5, 1)},
-    "softcap": {"softcap": 3.0, "softmax_scale": 0.4},
-    "slopes": {"alibi_slopes": True, "causal": True},
-    "splits": {"num_splits": 3},
-}
-LENGTHS_CACHED = (13, 0, 30)
-ROOM = 40
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """x (seqlen, heads, dim)."""
-    half = cos.shape[1]
-    c, s = cos[positions][:, None], sin[positions][:, None]
-    turned = x[..., : 2 * half]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-    pairs = (a * c - b * s, a * s + b * c)
-    turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-    return torch.cat((turned, x[..., 2 * half :]), -1)
-
-
-@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
-@pytest.mark.parametrize("layout", ["rows", "rows by index", "pages", "left padding"])
-@pytest.mark.parametrize("case", CACHED)
-def test_with_kvcache(case: str, layout: str, rotary: str | None, device: str) -> None:
-    """Each sequence alone, its keys gathered from the cache and what is appended to them."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    batch, new, heads, heads_k, dim = 3, 2, 4, 2, 32
-    appends = rotary is not None or case != "splits"
-
-    def made(*shape: int, seed: int) -> Tensor:
-        return random(*shape, seed=seed).to(device, dtype)
-
-    q, k, v = (
-        made(batch, new, heads, dim, seed=71),
-        *(made(batch, new, heads_k, dim, seed=n) for n in (72, 73)),
-    )
-    options = dict(CACHED[case])
-    if "alibi_slopes" in options:
-        options["alibi_slopes"] = random(heads, seed=74).abs().to(device)
-    shape, where, places = (5, ROOM), {}, [[b * ROOM + slot for slot in range(ROOM)] for b in range(batch)]
-    if layout == "rows by index":
-        index = [3, 1, 4]
-        where["cache_batch_idx"] = torch.tensor(index, dtype=torch.int32, device=device)
-        places = [[row * ROOM + slot for slot in range(ROOM)] for row in index]
-    if layout == "pages":  # of any size: flash-attn wants multiples of 256
-        table = torch.randperm(12, generator=torch.Generator().manual_seed(75))[:12].view(3, 4)
-        where["block_table"] = table.T.contiguous().T.to(device, torch.int32)
-        shape = (12, 10)
-        places = [[int(table[b, slot // 10]) * 10 + slot % 10 for slot in range(ROOM)] for b in range(batch)]
-    first = [4, 0, 29] if layout == "left padding" else [0, 0, 0]
-    if layout == "left padding":
-        where["cache_leftpad"] = torch.tensor(first, dtype=torch.int32, device=device)
-    k_cache, v_cache = made(*shape, heads_k, dim, seed=76), made(*shape, heads_k, dim, seed=77)
-    kept = [x.double().cpu().flatten(0, 1) for x in (k_cache, v_cache)]
-    turn = {}
-    if rotary is not None:
-        angles = torch.arange(64)[:, None] * 10.0 ** -torch.linspace(0, 2, 8)
-        turn = {"rotary_cos": angles.cos().to(q), "rotary_sin": angles.sin().to(q)}
-        turn["rotary_interleaved"] = rotary == "interleaved"
-    lengths = torch.tensor(LENGTHS_CACHED, dtype=torch.int32, device=device)
-    appended = {"k": k, "v": v} if appends else {}
-    out, lse = fa.flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        **appended,
-        **turn,
-        **where,
-        **options,
-        cache_seqlens=lengths,
-        return_softmax_lse=True,
-    )
-
-    after = [x.double().cpu().flatten(0, 1) for x in (k_cache, v_cache)]
-    tolerance = 2e-5 if device == "cpu" else 3e-2
-    judged = {
-        name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items() if name != "num_splits"
-    }
-    for b, length in enumerate(LENGTHS_CACHED):
-        query, keys, values = (x[b].double().cpu() for x in (q, k, v))
-        if rotary is not None:
-            cos, sin = (turn[name].double().cpu() for name in ("rotary_cos", "rotary_sin"))
-            at = length + torch.arange(new)
-            keys = rotated(keys, cos, sin, at, rotary == "interleaved")
-            moves = options.get("causal") or "window_size" in options
-            stand = at if moves else torch.full((new,), length)
-            query = rotated(query, cos, sin, stand, rotary == "interleaved")
-        slots = torch.tensor(places[b])
-        if appends:
-            kept[0][slots[length : length + new]] = keys
-            kept[1][slots[length : length + new]] = values
-        seen = slots[first[b] : length + (new if appends else 0)]
-        expected, expected_lse = reference(query[None], kept[0][seen][None], kept[1][seen][None], **judged)
-        torch.testing.assert_close(out[b].double().cpu(), expected[0], rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(lse[b].double().cpu(), expected_lse[0], rtol=tolerance, atol=tolerance)
-    for got, want in zip(after, kept, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-
-
-def test_with_kvcache_its_lengths() -> None:
-    q, cache = random(2, 1, 2, 16, seed=81), random(2, 9, 2, 16, seed=82)
-    whole = fa.flash_attn_with_kvcache(q, cache, cache)  # without lengths the cache is full
-    torch.testing.assert_close(whole, fa.flash_attn_func(q, cache, cache))
-    part = fa.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4)
-    torch.testing.assert_close(part, fa.flash_attn_func(q, cache[:, :4], cache[:, :4]))
-    with pytest.raises(ValueError, match="cache_seqlens: None"):
-        fa.flash_attn_with_kvcache(q, cache, cache.clone(), q, q)
-
-
-def test_with_kvcache_a_window_as_wide_as_the_cache_is_none() -> None:
-    """flash-attn then rotates every query by the first one's position."""
-    q, cache = random(1, 2, 1, 16, seed=83), torch.zeros(1, 9, 1, 16)
-    angles = torch.arange(9.0)[:, None] * torch.ones(1, 8)
-    turn = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "cache_seqlens": 3}
-    outs = [
-        fa.flash_attn_with_kvcache(q, cache.clone(), cache.clone(), q, q, window_size=window, **turn)
-        for window in ((-1, -1), (9, -1), (9, 20))
-    ]
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
-
-
-def test_with_kvcache_has_no_gradient_and_says_nothing() -> None:
-    q, cache = random(1, 1, 2, 16, seed=84).requires_grad_(), random(1, 9, 2, 16, seed=85)
-    assert not fa.flash_attn_with_kvcache(q, cache, cache).requires_grad
-
-
-def test_with_kvcache_rows_without_keys() -> None:
-    q, cache = random(1, 3, 2, 16, seed=86), random(1, 9, 2, 16, seed=87)
-    out, lse = fa.flash_attn_with_kvcache(
-        q, cache, cache, cache_seqlens=2, causal=True, return_softmax_lse=True
-    )
-    assert (out[:, 0] == 0).all()
-    assert (lse[..., 0] == math.inf).all()
-    assert torch.isfinite(lse[..., 1:]).all()
-
-
-@pytest.mark.parametrize("case", ["plain", "causal", "window", "slopes"])
-def test_varlen_of_pages(case: str) -> None:
-    options = dict(CACHED[case])
-    if "alibi_slopes" in options:
-        options["alibi_slopes"] = random(4, seed=88).abs()
-    cu_q, cu_k, max_q, max_k = packed_args()
-    lengths = cu_k.diff().tolist()
-    pages = -(-max_k // 3)
-    table = torch.randperm(len(lengths) * pages).view(len(lengths), pages).to(torch.int32)
-    q = random(int(cu_q[-1]), 4, 16, seed=89)
-    k, v = (random(table.numel(), 3, 2, 16, seed=n) for n in (90, 91))
-    rows = [(table[b].long()[:, None] * 3 + torch.arange(3)).flatten()[:n] for b, n in enumerate(lengths)]
-    packed = [x.flatten(0, 1)[torch.cat(rows)] for x in (k, v)]
-    lengths_of = (cu_q, cu_k, max_q, max_k)
-    got = fa.flash_attn_varlen_func(
-        q, k, v, *lengths_of, block_table=table, return_attn_probs=True, **options
-    )
-    want = fa.flash_attn_varlen_func(q, *packed, *lengths_of, return_attn_probs=True, **options)
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        fa.flash_attn_varlen_func(q, k, v, *lengths_of, 0.5, block_table=table)
-    with pytest.raises(NotImplementedError, match="no gradients"):
-        fa.flash_attn_varlen_func(q.requires_grad_(), k, v, *lengths_of, block_table=table)
 
 
 # ---- Errors
