@@ -17,6 +17,18 @@ __device__ __forceinline__ void arrive(const Barrier& barrier) {
   asm volatile("" ::: "memory");
   barrier.arrive();
 }
+// The same by its address in shared memory.
+__device__ __forceinline__ void wait(unsigned address, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred there;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
+      "@!there bra again;\n}" ::"r"(address),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void arrive(unsigned address) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+}
 
 // By number, 1 to 15. `threads` of them, of whole warps, meet or arrive.
 __device__ __forceinline__ void meet(int number, int threads) {

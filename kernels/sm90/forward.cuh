@@ -139,8 +139,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   constexpr tile::Units units = tile::units_of(C.terms);
   const AttentionParams& params = all.attention;
   const int group = ptx::warp_index() / 4, warp_row = row_of<C>(all, ptx::warp_index() * warp_rows);
-  const tile::KeptOperand k_operand(shared.k[0]);
-  const tile::KeptOperand v_operand(shared.v[0]);
+  const KeptBarriers k_there(shared.k_there), v_there(shared.v_there);
+  // A longer head dim has more descriptors than there are registers for.
+  const unsigned zero = C.head_dim <= 128 ? all.zero : 0;
+  const tile::KeptOperand k_operand(shared.k[0], zero);
+  const tile::KeptOperand v_operand(shared.v[0], zero);
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
                            : units == tile::Units::natural ? ptx::log2_e
                                                            : 1.0f;
@@ -151,7 +154,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
                           (widest > 128 && has(C.terms, Terms::softcap | Terms::dropout | Terms::wide_bias));
   const CapInExponent& cap = params.cap;
   const auto own_row = [&] { return scarce ? row_of<C>(all, row_again()) : warp_row; };  // the warp's first
-  // The warp is done with a buffer.
+  // The warp is done with q's buffer.
   const auto release = [](ptx::Barrier& empty) {
     if (threadIdx.x % 32 == 0) ptx::arrive(empty);
   };
@@ -206,11 +209,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       if constexpr (!C.turns) {
 #pragma unroll 1
         for (; blocks > 0; --blocks) {
-          ptx::wait(shared.k_there[k.stage].full, k.parity);
-          ptx::wait(shared.v_there[v.stage].full, v.parity);
+          k_there.wait(k);
+          v_there.wait(v);
           __syncwarp();  // no lane stays behind, and finds another phase
-          release(shared.k_there[k.stage].empty);
-          release(shared.v_there[v.stage].empty);
+          k_there.release(k);
+          v_there.release(v);
           k.next();
           v.next();
         }
@@ -221,7 +224,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms, scarce>;
     const ScoreTerms terms(params, sequence, b, h);  // of a head: not where there are several
     QueryTile<C>& place = shared.queries[q.stage][group];
-    const tile::KeptOperand q_operand(place.q);
+    // Where more is issued beside the products, these are better not issued all at once.
+    const tile::KeptOperand q_operand(place.q, C.terms == Terms::plain ? zero : 0);
 
     tile::FragmentC s[1][n], acc_o[1][nv];
     tile::FragmentA p[n / 2];
@@ -310,7 +314,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       constexpr bool capping = ScoreTerms::caps_in_exponent,
                      at_once = capping || (units == tile::Units::raw && !has(C.terms, Terms::alibi));
       if constexpr (at_once && !first) {
-        if (ready && !partly && (!capping || cap.possible)) {
+        if (ready && !partly) {
           float sum[1][2];
           if constexpr (capping) {
             softmax.exponentiate_at_once(s, sum, cap);
@@ -346,7 +350,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         exponentiate();
       }
       if constexpr (at_once)
-        ready = chances > 0 && softmax.ready(scale_log2, capping ? cap.least : -ptx::infinity);
+        ready = chances > 0 && (!capping || cap.possible) &&
+                softmax.ready(scale_log2, capping ? cap.least : -ptx::infinity);
       if constexpr (capping) softmax.limits(cap.highest, limit);
     };
     const auto choose_kept = [&](int block) {
@@ -371,7 +376,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     if (first_block < past_block) {
       const int keys_there = sequence.seqlen_k - (past_block - 1) * C.block_n;
       const bool strangers = (params.packed() || params.seqused_k != nullptr) && keys_there < C.block_n;
-      ptx::wait(shared.k_there[k.stage].full, k.parity);
+      k_there.wait(k);
       // How softcap is computed depends on the largest score, seen or not.
       if constexpr (has(C.terms, Terms::softcap)) {
         if (strangers) clear_rows(shared.k[k.stage], keys_there, group);
@@ -383,23 +388,24 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       ptx::wgmma_wait<0>();
       ptx::settle(s[0]);
       weigh.template operator()<true>(past_block - 1, [](int, int, float) {});
-      release(shared.k_there[k.stage].empty);
+      k_there.release(k);
       k.next();
       round_p();
 
       // Keys behind the sequence's last have weight 0: their values have to be numbers.
       if (strangers) {
-        ptx::wait(shared.v_there[v.stage].full, v.parity);
+        v_there.wait(v);
         clear_rows(shared.v[v.stage], keys_there, group);
       }
+      // What rows of acc_o are to be multiplied by, if one has moved: seldom, so nothing is set otherwise.
+      float by[2] = {1.0f, 1.0f};
+      int moved = 0;
 #pragma unroll 1
       for (int block = past_block - 2; block >= first_block; --block) {
-        float by[2];
-        bool moved = false;
-        ptx::wait(shared.k_there[k.stage].full, k.parity);
+        k_there.wait(k);
         take_turn();
         issue_scores(block);
-        ptx::wait(shared.v_there[v.stage].full, v.parity);
+        v_there.wait(v);
         issue_values();
         pass_turn();
         choose_kept(block);
@@ -407,26 +413,27 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         ptx::settle(s[0]);
         weigh.template operator()<false>(block, [&](int, int half, float x) {
           by[half] = x;
-          moved = true;
+          moved = 1;
         });
-        release(shared.k_there[k.stage].empty);
+        k_there.release(k);
         k.next();
         ptx::wgmma_wait<0>();
         ptx::settle(acc_o[0]);
-        release(shared.v_there[v.stage].empty);
+        v_there.release(v);
         v.next();
-        if (moved) {
+        if (moved != 0) {
+          moved = 0;
 #pragma unroll
           for (int half = 0; half < 2; ++half) softmax.shrink_rows(acc_o, 0, half, by[half]);
         }
         round_p();
       }
       if constexpr (C.o_apart()) release(shared.q_there[0][group].empty);
-      ptx::wait(shared.v_there[v.stage].full, v.parity);
+      v_there.wait(v);
       issue_values();
       ptx::wgmma_wait<0>();
       ptx::settle(acc_o[0]);
-      release(shared.v_there[v.stage].empty);
+      v_there.release(v);
       v.next();
     } else if constexpr (C.o_apart()) {
       release(shared.q_there[0][group].empty);

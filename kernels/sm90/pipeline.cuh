@@ -30,6 +30,25 @@ struct Cursor {
   }
 };
 
+// The barriers of a ring, for a warp that reads its buffers. Their addresses are kept, by a shuffle, as
+// descriptors are (tile/panels.cuh).
+template <int stages>
+struct KeptBarriers {
+  unsigned full, empty;
+
+  __device__ explicit KeptBarriers(const Barriers (&ring)[stages])
+      : full(__shfl_sync(~0u, ptx::shared_address(&ring[0].full), 0)),
+        empty(__shfl_sync(~0u, ptx::shared_address(&ring[0].empty), 0)) {}
+
+  __device__ __forceinline__ void wait(const Cursor<stages>& at) const {
+    ptx::wait(full + at.stage * static_cast<unsigned>(sizeof(Barriers)), at.parity);
+  }
+  // The warp is done with the buffer.
+  __device__ __forceinline__ void release(const Cursor<stages>& at) const {
+    if (threadIdx.x % 32 == 0) ptx::arrive(empty + at.stage * static_cast<unsigned>(sizeof(Barriers)));
+  }
+};
+
 // The same without a state: of the step that is the ring's `use`-th use, from 0 on.
 struct RingPlace {
   unsigned stage, parity;

@@ -80,15 +80,17 @@ struct PanelOperand {
   }
 };
 
-// The same, its descriptors' lower half in a register, which the compiler neither works out anew nor takes
-// for one that lanes disagree on.
+// The same, its descriptors' halves in registers. The compiler neither works the lower one out anew nor takes
+// it for one that lanes disagree on; the upper one it would write again for every product, if it knew that
+// zero is 0.
 template <class Tile>
 struct KeptOperand {
   using Operand = PanelOperand<Tile>;
-  unsigned low;
+  unsigned low, high;
 
-  __device__ explicit KeptOperand(const Tile& tile)
-      : low(__shfl_sync(~0u, static_cast<unsigned>(Operand(tile).first), 0)) {}
+  __device__ KeptOperand(const Tile& tile, unsigned zero)
+      : low(__shfl_sync(~0u, static_cast<unsigned>(Operand(tile).first), 0)),
+        high(Operand::eight_rows | static_cast<unsigned>(Operand::layout << 30) | zero) {}
   [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor cols_from(int col, int number = 0) const {
     return descriptor(Operand::along(low, col, number));
   }
@@ -97,8 +99,8 @@ struct KeptOperand {
   }
 
  private:
-  [[nodiscard]] static __device__ __forceinline__ ptx::MatrixDescriptor descriptor(unsigned low) {
-    return static_cast<ptx::MatrixDescriptor>(Operand::eight_rows) << 32 | Operand::layout << 62 | low;
+  [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor descriptor(unsigned place) const {
+    return static_cast<ptx::MatrixDescriptor>(high) << 32 | place;
   }
 };
 

@@ -168,13 +168,16 @@ struct Softmax {
                                                        const ExponentOf& exponent_of) const {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
-      float parts[2][2] = {};
+      float parts[2][2];
 #pragma unroll
       for (int j = 0; j < n; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[i][j][e] = ptx::exp2(exponent_of(s[i][j][e], offset[i][e / 2]));
-        parts[0][j % 2] += s[i][j][0] + s[i][j][1];
-        parts[1][j % 2] += s[i][j][2] + s[i][j][3];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float pair = s[i][j][half * 2] + s[i][j][half * 2 + 1];
+          parts[half][j % 2] = j < 2 ? pair : parts[half][j % 2] + pair;
+        }
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) sum[i][half] = parts[half][0] + parts[half][1];
