@@ -26,6 +26,12 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// A number of the parameters, in a register: by a shuffle, or the compiler would load it again where it is
+// used, and wait.
+[[nodiscard]] __device__ __forceinline__ float kept(float x) {
+  return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? x : 0.0f, 0);
+}
+
 // Two floats as two 16-bit numbers, low in the low bits.
 template <Half type>
 __device__ __forceinline__ unsigned pack(float low, float high) {

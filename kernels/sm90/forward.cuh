@@ -152,7 +152,12 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   constexpr int widest = C.head_dim > C.head_dim_v ? C.head_dim : C.head_dim_v;
   constexpr bool scarce = (widest > 96 && is_several(C.terms)) || (C.grouped && !roomy) ||
                           (widest > 128 && has(C.terms, Terms::softcap | Terms::dropout | Terms::wide_bias));
-  const CapInExponent& cap = params.cap;
+  CapInExponent cap = params.cap;
+  if constexpr (tile::ScoreTerms<C.type, C.terms>::caps_in_exponent) {
+    cap.a = ptx::kept(cap.a);
+    cap.b = ptx::kept(cap.b);
+    cap.times = ptx::kept(cap.times);
+  }
   const auto own_row = [&] { return scarce ? row_of<C>(all, row_again()) : warp_row; };  // the warp's first
   // The warp is done with q's buffer.
   const auto release = [](ptx::Barrier& empty) {
