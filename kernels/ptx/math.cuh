@@ -27,7 +27,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 // A number of the parameters, in a register: by a shuffle, or the compiler would load it again where it is
-// used, and wait.
+// used, and wait. By whole warps; the other lanes give 0, or the compiler would see that all agree.
 [[nodiscard]] __device__ __forceinline__ float kept(float x) {
   return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? x : 0.0f, 0);
 }

@@ -140,7 +140,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   const AttentionParams& params = all.attention;
   const int group = ptx::warp_index() / 4, warp_row = row_of<C>(all, ptx::warp_index() * warp_rows);
   const KeptBarriers k_there(shared.k_there), v_there(shared.v_there);
-  // A longer head dim has more descriptors than there are registers for.
+  // A longer head dim has more descriptors than there are registers for: their upper halves are not kept.
   const unsigned zero = C.head_dim <= 128 ? all.zero : 0;
   const tile::KeptOperand k_operand(shared.k[0], zero);
   const tile::KeptOperand v_operand(shared.v[0], zero);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms, scarce>;
     const ScoreTerms terms(params, sequence, b, h);  // of a head: not where there are several
     QueryTile<C>& place = shared.queries[q.stage][group];
-    // Where more is issued beside the products, these are better not issued all at once.
+    // With terms q's upper half is not kept: products that are issued all at once are in the way of the rest.
     const tile::KeptOperand q_operand(place.q, C.terms == Terms::plain ? zero : 0);
 
     tile::FragmentC s[1][n], acc_o[1][nv];
@@ -402,7 +402,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         v_there.wait(v);
         clear_rows(shared.v[v.stage], keys_there, group);
       }
-      // What rows of acc_o are to be multiplied by, if one has moved: seldom, so nothing is set otherwise.
+      // What rows of acc_o are to be multiplied by, if one has moved: seldom, so nothing is set otherwise. Of
+      // a bool the compiler would make a byte, at two instructions more.
       float by[2] = {1.0f, 1.0f};
       int moved = 0;
 #pragma unroll 1

@@ -168,6 +168,7 @@ struct Softmax {
                                                        const ExponentOf& exponent_of) const {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
+      static_assert(n >= 2);
       float parts[2][2];
 #pragma unroll
       for (int j = 0; j < n; ++j) {

@@ -204,8 +204,8 @@ struct Sm90Params {
 struct Sm90ForwardParams : Sm90Params {
   TensorMap q, k, v, o;  // (column, row, head, batch); boxes as sm90/forward.cuh loads and stores them
   TileOrder order;
-  bool o_by_tma;  // o has a map
-  unsigned zero;  // which the compiler does not know (tile/panels.cuh)
+  bool o_by_tma;      // o has a map
+  unsigned zero = 0;  // always, which the compiler does not know (tile/panels.cuh)
 };
 
 // Which block of keys gets which number, where sums of dq have an order. A list is the blocks of a key head,
