@@ -6,6 +6,7 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <system_error>
@@ -71,6 +72,21 @@ std::int64_t available_memory() {
   std::int64_t kilobytes = 0;
   text >> kilobytes;
   return kilobytes * 1024;
+}
+
+std::int64_t last_level_cache() {
+  std::map<std::string, std::int64_t> parts;  // by who shares them
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/sys/devices/system/cpu", error)) {
+    const std::filesystem::path part = entry.path() / "cache" / "index3";
+    std::ifstream size_file(part / "size"), shared_file(part / "shared_cpu_list");
+    std::int64_t kilobytes = 0;
+    std::string shared;
+    if (size_file >> kilobytes && std::getline(shared_file, shared)) parts[shared] = kilobytes * 1024;
+  }
+  std::int64_t bytes = 0;
+  for (const auto& [shared, size] : parts) bytes += size;
+  return bytes;
 }
 
 nlohmann::json machine(int threads) {
