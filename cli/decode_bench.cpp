@@ -42,12 +42,13 @@ struct Cache {
   }
 };
 
-// The keys of a cache that is four times what the last level holds, or what a quarter of the memory allows: a
-// smaller one is read from there in part, at whatever speed that has.
-std::int64_t keys_beyond_caches(DType dtype) {
-  const auto bytes = [&](std::int64_t keys) { return 2 * keys * cache_heads * cache_dim * size_of(dtype); };
+// As many keys as are four times what the CPU's last level holds, if a quarter of the memory has room for
+// them: a smaller cache is read from there in part, at whatever speed that has.
+std::int64_t keys_beyond_last_level(DType dtype) {
+  const std::int64_t key_bytes = 2 * cache_heads * cache_dim * size_of(dtype);
+  const std::int64_t wanted = 4 * last_level_cache(), room = available_memory() / 4;
   std::int64_t keys = 65536;
-  while (bytes(keys) < 4 * last_level_cache() && bytes(2 * keys) <= available_memory() / 4) keys *= 2;
+  while (keys * key_bytes < wanted && 2 * keys * key_bytes <= room) keys *= 2;
   return keys;
 }
 
@@ -130,7 +131,7 @@ nlohmann::json measure_decode(const DecodeBenchFlags& flags) {
   nlohmann::json rows = nlohmann::json::array();
   if (flags.print) row_table().print_header();
   for (const DType dtype : flags.dtypes) {
-    const Cache cache(dtype, flags.quick ? 4096 : keys_beyond_caches(dtype));  // quick: a smoke test
+    const Cache cache(dtype, flags.quick ? 4096 : keys_beyond_last_level(dtype));  // quick: a smoke test
     for (const std::int64_t batch : {1, 8, 32}) {
       for (const std::int64_t group : {1, 4, 8}) {
         for (const bool paged : {false, true}) {

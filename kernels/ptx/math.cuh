@@ -26,8 +26,11 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// A number of the parameters, in a register: by a shuffle, or the compiler would load it again where it is
-// used, and wait. By whole warps; the other lanes give 0, or the compiler would see that all agree.
+// What is the same in all lanes, in a register, by a shuffle, which the compiler does not see through. By
+// whole warps. An address, which it would work out anew at every use, or take for one that lanes disagree on:
+[[nodiscard]] __device__ __forceinline__ unsigned kept(unsigned x) { return __shfl_sync(~0u, x, 0); }
+// A number of the parameters, which it would load again where it is used, and wait. The other lanes give 0,
+// or it would see that all agree.
 [[nodiscard]] __device__ __forceinline__ float kept(float x) {
   return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? x : 0.0f, 0);
 }

@@ -6,6 +6,7 @@
 
 #include "core/attention_params.h"
 #include "ptx/barrier.cuh"
+#include "ptx/math.cuh"
 #include "tile/panels.cuh"
 
 namespace tessera::sm90 {
@@ -30,15 +31,14 @@ struct Cursor {
   }
 };
 
-// The barriers of a ring, for a warp that reads its buffers. Their addresses are kept, by a shuffle, as
-// descriptors are (tile/panels.cuh).
+// The barriers of a ring, by their addresses, for a warp that reads its buffers.
 template <int stages>
 struct KeptBarriers {
   unsigned full, empty;
 
   __device__ explicit KeptBarriers(const Barriers (&ring)[stages])
-      : full(__shfl_sync(~0u, ptx::shared_address(&ring[0].full), 0)),
-        empty(__shfl_sync(~0u, ptx::shared_address(&ring[0].empty), 0)) {}
+      : full(ptx::kept(ptx::shared_address(&ring[0].full))),
+        empty(ptx::kept(ptx::shared_address(&ring[0].empty))) {}
 
   __device__ __forceinline__ void wait(const Cursor<stages>& at) const {
     ptx::wait(full + at.stage * static_cast<unsigned>(sizeof(Barriers)), at.parity);

@@ -3,6 +3,7 @@
 // permuted by the row.
 #pragma once
 
+#include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -80,16 +81,15 @@ struct PanelOperand {
   }
 };
 
-// The same, its descriptors' halves in registers. The compiler neither works the lower one out anew nor takes
-// it for one that lanes disagree on; the upper one it would write again for every product, if it knew that
-// zero is 0.
+// The same, its descriptors' halves in registers. The upper one the compiler would write again for every
+// product, if it knew that zero is 0.
 template <class Tile>
 struct KeptOperand {
   using Operand = PanelOperand<Tile>;
   unsigned low, high;
 
   __device__ KeptOperand(const Tile& tile, unsigned zero)
-      : low(__shfl_sync(~0u, static_cast<unsigned>(Operand(tile).first), 0)),
+      : low(ptx::kept(static_cast<unsigned>(Operand(tile).first))),
         high(Operand::eight_rows | static_cast<unsigned>(Operand::layout << 30) | zero) {}
   [[nodiscard]] __device__ __forceinline__ ptx::MatrixDescriptor cols_from(int col, int number = 0) const {
     return descriptor(Operand::along(low, col, number));
