@@ -1,5 +1,6 @@
 #include "cli/read_peak.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -58,18 +59,24 @@ Loop widest_loop() {
 
 double measure_read_rate(int threads, const std::vector<Span>& spans) {
   static std::atomic<std::uint64_t> sink;  // a sum that nobody wants would not be made
-  const Loop loop = widest_loop();
-  const auto share_of = [&](const Span& span) {
-    return span.bytes / static_cast<std::size_t>(threads) / step * step;
-  };
+  constexpr std::size_t piece = 1 << 20;
+  static_assert(piece % step == 0);
+  std::vector<Span> pieces;
   double bytes = 0;
-  for (const Span& span : spans) bytes += static_cast<double>(share_of(span)) * threads;
-  const double seconds = seconds_of_team(threads, [&](int thread) {
-    for (const Span& span : spans) {
-      const std::size_t share = share_of(span);
-      sink +=
-          loop(static_cast<const std::byte*>(span.data) + static_cast<std::size_t>(thread) * share, share);
+  for (const Span& span : spans) {
+    for (std::size_t at = 0; at + step <= span.bytes; at += piece) {
+      const std::size_t size = std::min(piece, (span.bytes - at) / step * step);
+      pieces.push_back({static_cast<const std::byte*>(span.data) + at, size});
+      bytes += static_cast<double>(size);
     }
+  }
+  const Loop loop = widest_loop();
+  std::atomic<std::size_t> taken = 0;
+  const double seconds = seconds_of_team(threads, [&](int) {
+    std::uint64_t sum = 0;
+    for (std::size_t i = taken++; i < pieces.size(); i = taken++)
+      sum += loop(static_cast<const std::byte*>(pieces[i].data), pieces[i].bytes);
+    sink += sum;
   });
   return bytes / seconds;
 }

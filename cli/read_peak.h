@@ -12,7 +12,8 @@ struct Span {
   std::size_t bytes;
 };
 
-// Bytes/s of one pass over the spans, each of the threads reading its stretch of every one.
+// Bytes/s of one pass over the spans. Threads take pieces as they are free, as they take decode's tasks: one
+// that the host holds up does not hold up the others.
 [[nodiscard]] double measure_read_rate(int threads, const std::vector<Span>& spans);
 
 }  // namespace tessera::cli
