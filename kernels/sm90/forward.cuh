@@ -198,8 +198,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     if constexpr (C.grouped) {  // all of its heads have the same queries
       whole = mask.keys_of_all({0, queries});
     } else if (all.order.masked || queries < C.block_m) {
-      // Rows that are not there do not count: of several heads in a tile they do not, either, and what is
-      // seen in part is computed another way.
+      // Rows that are not there do not count: of several heads in a tile they do not, either.
       const int first_row = first_query + group * group_rows;
       const NarrowMask::Range rows{first_row, min(first_row + group_rows, first_query + queries)};
       whole = mask.keys_of_all(rows);
@@ -319,7 +318,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       constexpr bool capping = ScoreTerms::caps_in_exponent,
                      at_once = capping || (units == tile::Units::raw && !has(C.terms, Terms::alibi));
       if constexpr (at_once && !first) {
-        if (ready && !partly) {
+        if (ready) {
+          hide();
           float sum[1][2];
           if constexpr (capping) {
             softmax.exponentiate_at_once(s, sum, cap);

@@ -90,9 +90,10 @@ __device__ __forceinline__ void produce(const Sm90ForwardParams& params, Forward
     const ForwardWork work = schedule.work();
     if (!work.there()) continue;
     const int b = params.attention.packed() ? 0 : work.b, head_k = params.order.group_size.quotient(work.h);
+    // The last queries' first: they see the last keys, which come first.
     const auto load_q = [&] {
 #pragma unroll
-      for (int i = 0; i < C.consumers(); ++i) {
+      for (int i = C.consumers() - 1; i >= 0; --i) {
         Barriers& there = shared.q_there[q.stage][i];
         auto& tile = shared.queries[q.stage][i].q;
         ptx::wait(there.empty, q.parity ^ 1);

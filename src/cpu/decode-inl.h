@@ -90,8 +90,10 @@ struct DecodeShare {
     while (heads > 1 && pieces * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
       heads = (heads + 1) / 2;
     const std::int64_t tasks = pieces * ((problem.num_heads_k + heads - 1) / heads);
-    return {heads,
-            std::clamp<std::int64_t>(tasks / (8 * static_cast<std::int64_t>(threads)), 1, cut.splits.count)};
+    // Threads are not equally fast, where two share a core least of all: so they take many tasks each.
+    constexpr std::int64_t tasks_of_thread = 32;
+    return {heads, std::clamp<std::int64_t>(tasks / (tasks_of_thread * static_cast<std::int64_t>(threads)), 1,
+                                            cut.splits.count)};
   }
   [[nodiscard]] std::int64_t tasks_of_head(const DecodeCut& cut) const {
     return (cut.splits.count + splits - 1) / splits * cut.row_blocks;
@@ -357,7 +359,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
     if constexpr (Products::by_block) {
       const auto softmax = [&](std::int64_t h) {
-        state.softmax(work.task(work.kv_heads.begin + h), few_of(h), h, work.rows, block.begin, cols);
+        state.softmax(work.task(work.kv_heads.begin + h), few_of(h), h, work.rows, block.begin, cols, next);
       };
       state.start_block(k_rows, v_rows, end, dim, dim_v);
       for (std::int64_t h = 0; h < heads; ++h) {

@@ -8,6 +8,10 @@
 // Vectors wait for a tile that was just stored, and a tile for vectors: so the softmax of a head comes after
 // the scores of the next one, and a product of values after the next one's are interleaved.
 //
+// The lines that are wanted next are called for a few at a time all along: of values by halves with the
+// scores and with the softmax, of keys with the values. In bursts they hold up what comes behind them
+// (NOTES.md).
+//
 // Keys that are not there, up to a whole tile, are zeros: nothing behind the last key is read.
 #pragma once
 
@@ -111,12 +115,16 @@ struct TileSoftmax {
     });
   }
 
-  // Of `cols` columns, a multiple of 32, and `lanes` rows from s on. max and sum move on.
+  // Of `cols` columns, a multiple of 32, and `lanes` rows from s on. max and sum move on. Two lines of `next`
+  // are called for with each vector, twice.
   static HWY_INLINE void run(float* s, std::int64_t cols, Vec scale, Element* p, float* max, float* sum,
-                             float* alpha) {
+                             float* alpha, Next& next) {
     Vec most[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
     // Max returns its second operand where the first is NaN: the maximum is none, its exponential is.
-    over_keys(cols, [&](std::int64_t c, int i) HWY_ATTR { most[i] = hn::Max(load_rows(s, c), most[i]); });
+    over_keys(cols, [&](std::int64_t c, int i) HWY_ATTR {
+      next.fetch_run<2>();
+      most[i] = hn::Max(load_rows(s, c), most[i]);
+    });
     Vec largest = hn::Max(hn::Max(most[0], most[1]), hn::Max(most[2], most[3]));
     if constexpr (two_keys) largest = hn::Max(largest, other_key(largest));
     const Vec before = of_rows(max);
@@ -136,7 +144,9 @@ struct TileSoftmax {
     const Vec shrink = hn::IfThenElse(hn::Eq(before, largest), set(1.0f), exp2(exponent));
     Vec total[2] = {zero, zero};
     const auto cells = [&](std::int64_t c) HWY_ATTR {
+      next.fetch_run<2>();
       const Vec x = exp2<exp2_degree>(hn::MulSub(load_rows(s, c), scale, shift));
+      next.fetch_run<2>();
       const Vec y = exp2<exp2_degree>(hn::MulSub(load_rows(s, c + pair_distance), scale, shift));
       total[0] = hn::Add(total[0], x);
       total[1] = hn::Add(total[1], y);
@@ -273,14 +283,14 @@ class TileProducts::State {
       tile::zero<5>();
       for (std::int64_t d = 0; d < depth; d += tile_depth) {
         tile::load<7>(q + d * tile_cols, 64);
-        next.fetch_run<tile_rows / 2>();  // in all, a line for each that is loaded
+        next.fetch_run<4>();  // in all, half a line for each that is loaded
         tile::load<6>(k[0] + d, strides[0]);
+        next.fetch_run<4>();
         tile::multiply_add<4, 6, 7>();
-        next.fetch_run<tile_rows / 2>();
-        next.fetch_run<tile_rows / 2>();
+        next.fetch_run<4>();
         tile::load<6>(k[1] + d, strides[1]);
         tile::multiply_add<5, 6, 7>();
-        next.fetch_run<tile_rows / 2>();
+        next.fetch_run<4>();
       }
       tile::store<4>(s + j * tile_cols, 64);
       tile::store<5>(s + (j + tile_rows) * tile_cols, 64);
@@ -290,11 +300,11 @@ class TileProducts::State {
   // From sᵀ to p, in the place of few.s, and o scaled by what it makes of the maxima. p takes half the room
   // of s: rows of p that are not there have theirs, too.
   HWY_NOINLINE void softmax(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
-                            std::int64_t key, Range cols) {
+                            std::int64_t key, Range cols, Next& next) {
     if (rows_ <= tile_rows / 2) {
-      softmax_as<tile_rows / 2>(task, few, h, rows, key, cols, s_[h % 2]);
+      softmax_as<tile_rows / 2>(task, few, h, rows, key, cols, s_[h % 2], next);
     } else {
-      softmax_as<tile_rows>(task, few, h, rows, key, cols, s_[h % 2]);
+      softmax_as<tile_rows>(task, few, h, rows, key, cols, s_[h % 2], next);
     }
   }
 
@@ -379,7 +389,7 @@ class TileProducts::State {
 
   template <std::int64_t width>
   HWY_INLINE void softmax_as(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
-                             std::int64_t key, Range cols, float* s) {
+                             std::int64_t key, Range cols, float* s, Next& next) {
     using Softmax = TileSoftmax<width>;
     const Range all = task.mask.keys_of_all({task.query(rows.begin), task.query(rows.end - 1) + 1});
     const bool plain = task.problem.alibi_slopes == nullptr && task.first.raw() && all.begin <= key &&
@@ -387,7 +397,7 @@ class TileProducts::State {
     alignas(64) float alpha[tile_rows];
     auto* p = reinterpret_cast<Element*>(few.s);
     const auto part = [&](std::int64_t i, Vec scale) HWY_ATTR {
-      Softmax::run(s + i, cols.end, scale, p + i * p_ld, max_[h] + i, sum_[h] + i, alpha + i);
+      Softmax::run(s + i, cols.end, scale, p + i * p_ld, max_[h] + i, sum_[h] + i, alpha + i, next);
     };
     if (plain) {
       for (std::int64_t i = 0; i < width; i += lanes) part(i, set(task.first.scale));
@@ -414,12 +424,14 @@ class TileProducts::State {
       return hn::BitCast(halves, load_cells(from, there));
     };
     for (std::int64_t j = 0; j < pair_distance; ++j, to += 2 * tile_cols) {
-      if (j % 2 == 0) next.fetch_run<4>();  // a line for each that is loaded
       for (std::int64_t c = 0; c < pass_cols; c += cell_step) {
-        const auto x = row(j, c), y = row(j + pair_distance, c);
+        const auto x = row(j, c);
+        next.fetch_run<1>();  // a line for each that is loaded
+        const auto y = row(j + pair_distance, c);
         Element* at = to + c / tile_cols * tile_elements + 2 * (c % tile_cols);
         Element* after = at + (lanes == tile_cols ? tile_elements : 2 * lanes);
         hn::StoreU(hn::InterleaveLower(halves, x, y), halves, &at->bits);
+        next.fetch_run<1>();
         hn::StoreU(hn::InterleaveUpper(halves, x, y), halves, &after->bits);
       }
     }
