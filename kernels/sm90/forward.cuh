@@ -198,7 +198,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     if constexpr (C.grouped) {  // all of its heads have the same queries
       whole = mask.keys_of_all({0, queries});
     } else if (all.order.masked || queries < C.block_m) {
-      // Rows that are not there do not count: of several heads in a tile they do not, either.
+      // Rows that are not there do not count, as of several heads in a tile they do not: a warp's rows decide
+      // together how a block is weighed.
       const int first_row = first_query + group * group_rows;
       const NarrowMask::Range rows{first_row, min(first_row + group_rows, first_query + queries)};
       whole = mask.keys_of_all(rows);
