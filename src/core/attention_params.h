@@ -128,28 +128,34 @@ inline constexpr int most_sorted = 128;
 // head differ, as under a causal mask - one that sees many keys and one that sees few, so that units are
 // alike. The units of a head follow one another, so that those which run at a time share keys in the L2
 // cache; the last tiles of a sequence, which see most, come first. The first rows, which see least, may stay
-// apart: then pairs of the others fill the turns, and these fill up what is left.
+// apart: then the others fill the turns, and these fill up what is left. Under a window all others are alike:
+// then every second turn goes backwards, so that who had a longer tile than others in one has a shorter one
+// in the next.
 struct TileOrder {
   unsigned rows, heads;  // a row of tiles has one of each head (unless packed: of all batch entries)
   bool masked;           // queries do not see all keys of their sequence
   bool paired;
   bool by_rows;     // the heads of a row follow one another instead
-  bool sorted;      // rows are tiles of packed sequences, those of the longest first: dealt out to and fro
-  unsigned apart;   // rows whose tiles are dealt out last, one by one; 0 unless paired
+  bool sorted;      // rows are tiles of packed sequences, those of the longest first
+  bool to_and_fro;  // every second turn goes backwards
+  unsigned apart;   // rows whose tiles are dealt out last, one by one
   unsigned change;  // of places, from turn to turn; below the number of blocks of threads
   Divisor inner;    // units that follow one another
   Divisor all_heads, heads_of_batch, group_size;
 
   // Of what was said so far, so that a GPU need not work it out for every tile.
-  unsigned pairs = 0, units = 0;
+  unsigned pairs = 0, together = 0, units = 0;  // together: all that do not stay apart
   // Where a tile has several heads: the rows that each has of it, a power of two. `heads` are key heads then.
   int head_rows = 0;
 
   // Units of a head that follow one another.
-  [[nodiscard]] constexpr unsigned units_of_head() const { return paired ? (rows - apart + 1) / 2 : rows; }
+  [[nodiscard]] constexpr unsigned units_of_head() const {
+    return paired ? (rows - apart + 1) / 2 : rows - apart;
+  }
   constexpr void count() {
-    pairs = paired ? units_of_head() * heads : 0;
-    units = (units_of_head() + apart) * heads;
+    together = units_of_head() * heads;
+    pairs = paired ? together : 0;
+    units = together + apart * heads;
   }
 
   // Where one of `blocks` blocks of threads has come to.
@@ -163,7 +169,7 @@ struct TileOrder {
     turn.second = turn.unit() < pairs && !turn.second;
     if (turn.second) return;
     turn.before += blocks;
-    if (sorted) {
+    if (to_and_fro) {
       turn.place = blocks - 1 - turn.place;
       return;
     }
@@ -179,8 +185,8 @@ struct TileOrder {
   };
   [[nodiscard]] TESSERA_HD constexpr Tile tile(const Turn& turn) const {
     const unsigned last = units - 1, unit = turn.unit() < last ? turn.unit() : last;  // behind it, any one
-    if (apart > 0 && unit >= pairs) {
-      const unsigned single = unit - pairs;
+    if (unit >= together) {
+      const unsigned single = unit - together;
       return {apart - 1 - all_heads.quotient(single), all_heads.remainder(single), true};
     }
     const unsigned outer = inner.quotient(unit), rest = inner.remainder(unit);

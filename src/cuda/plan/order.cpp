@@ -22,20 +22,32 @@ int head_rows(const Problem& problem) {
   return rows;
 }
 
-// How many rows of tiles stay apart so that the longest way of a multiprocessor is shortest.
-unsigned rows_apart(TileOrder order, const Sm90ForwardConfig& config, const Problem& problem,
-                    unsigned multiprocessors) {
+constexpr unsigned most_apart = 32;  // rows of tiles
+
+// The keys that a row of tiles sees.
+std::int64_t keys_of_row(const Sm90ForwardConfig& config, const Problem& problem, unsigned row) {
   const Mask mask{problem.max_seqlen_q, problem.max_seqlen_k, problem.window_left, problem.window_right,
                   problem.alignment == Alignment::top_left ? 0 : problem.max_seqlen_k - problem.max_seqlen_q};
+  const std::int64_t first = std::int64_t{row} * config.block_m;
+  return mask.keys_of_any({first, std::min(first + config.block_m, problem.max_seqlen_q)}).size();
+}
+
+// How many rows, the first ones, see less than the one in the middle; most_apart + 1 if they are more.
+unsigned shorter_rows(const TileOrder& order, const Sm90ForwardConfig& config, const Problem& problem) {
+  const std::int64_t middle = keys_of_row(config, problem, order.rows / 2);
+  unsigned rows = 0;
+  while (rows <= most_apart && rows < order.rows / 2 && keys_of_row(config, problem, rows) < middle) ++rows;
+  return rows;
+}
+
+// How many rows stay apart from pairs so that the longest way of a multiprocessor is shortest.
+unsigned rows_apart(TileOrder order, const Sm90ForwardConfig& config, const Problem& problem,
+                    unsigned multiprocessors) {
   constexpr std::int64_t beside = 256;  // what a tile takes apart from its keys, in keys
-  const auto cost = [&](unsigned row) {
-    const std::int64_t first = std::int64_t{row} * config.block_m;
-    return mask.keys_of_any({first, std::min(first + config.block_m, problem.max_seqlen_q)}).size() + beside;
-  };
-  constexpr unsigned most = 32;
+  const auto cost = [&](unsigned row) { return keys_of_row(config, problem, row) + beside; };
   std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
   unsigned best = 0;
-  for (unsigned apart = 0; apart <= std::min(most, order.rows / 2); ++apart) {
+  for (unsigned apart = 0; apart <= std::min(most_apart, order.rows / 2); ++apart) {
     order.apart = apart;
     order.count();
     const unsigned pairs = order.pairs, middle = (order.rows - apart - 1) / 2;
@@ -89,12 +101,17 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
   // Pairs are for many tiles: of few, every one has a multiprocessor of its own.
   order.masked = is_masked(problem);
   if (config.grouped) order.head_rows = head_rows(problem);
-  order.paired = !problem.packed && !config.grouped && order.masked &&
-                 (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
+  const bool uneven = !problem.packed && !config.grouped && order.masked;
+  const unsigned shorter = uneven ? shorter_rows(order, config, problem) : 0;
+  const bool alike = uneven && shorter <= most_apart && shorter < order.rows / 2;
+  order.paired =
+      uneven && !alike && (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
   order.by_rows = problem.packed;
   order.sorted = problem.packed && problem.batch < most_sorted;
+  order.to_and_fro = order.sorted || alike;
   if (order.paired)
     order.apart = rows_apart(order, config, problem, static_cast<unsigned>(limits.multiprocessors));
+  if (alike) order.apart = shorter;
   order.count();
   order.inner = Divisor(order.by_rows ? order.heads : order.units_of_head());
   order.all_heads = Divisor(order.heads);
