@@ -8,8 +8,8 @@
 // Vectors wait for a tile that was just stored, and a tile for vectors: so the softmax of a head comes after
 // the scores of the next one, and a product of values after the next one's are interleaved.
 //
-// The lines that are wanted next are called for a few at a time all along: of values by halves with the
-// scores and with the softmax, of keys with the values. In bursts they hold up what comes behind them
+// The lines that are wanted next are called for a few at a time all along: of values with the scores
+// and with the softmax, of keys with the values. In bursts they hold up what comes behind them
 // (NOTES.md).
 //
 // Keys that are not there, up to a whole tile, are zeros: nothing behind the last key is read.

@@ -418,6 +418,20 @@ TEST(Plan, HoppersForwardFillsItsLastTurn) {
   }
 }
 
+// Where rows become shorter towards the end, or longer all the way, they are not alike.
+TEST(Plan, HoppersForwardPairsWhatIsNotAlike) {
+  constexpr DeviceLimits limits{90, 227 << 10, 132};
+  Problem p = problem_of(1, 16384, 16, 128);
+  p.max_seqlen_q = p.max_seqlen_k = 16384;
+  p.window_left = 300;
+  EXPECT_TRUE(tile_order(sm90_forward_config(limits, p), p, limits).paired);
+  p.window_right = 0;
+  EXPECT_FALSE(tile_order(sm90_forward_config(limits, p), p, limits).paired);
+  p.window_left = Mask::unbounded;
+  p.max_seqlen_k = 4096;  // the first queries see no key
+  EXPECT_TRUE(tile_order(sm90_forward_config(limits, p), p, limits).paired);
+}
+
 TEST(Divisor, DividesExactly) {
   for (const unsigned d : {1U, 2U, 3U, 5U, 7U, 12U, 127U, 128U, 129U, 1000U, 65535U, 65537U, 0x7FFFFFFFU}) {
     const Divisor divisor(d);

@@ -32,9 +32,11 @@ std::int64_t keys_of_row(const Sm90ForwardConfig& config, const Problem& problem
   return mask.keys_of_any({first, std::min(first + config.block_m, problem.max_seqlen_q)}).size();
 }
 
-// How many rows, the first ones, see less than the one in the middle; most_apart + 1 if they are more.
+// How many rows, the first ones, see less than the one in the middle; most_apart + 1 if they are more, or if
+// those behind it do not see as much as it does.
 unsigned shorter_rows(const TileOrder& order, const Sm90ForwardConfig& config, const Problem& problem) {
   const std::int64_t middle = keys_of_row(config, problem, order.rows / 2);
+  if (keys_of_row(config, problem, order.rows * 3 / 4) != middle) return most_apart + 1;
   unsigned rows = 0;
   while (rows <= most_apart && rows < order.rows / 2 && keys_of_row(config, problem, rows) < middle) ++rows;
   return rows;
