@@ -15,14 +15,22 @@ __device__ __forceinline__ float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Of what is not denormal.
 __device__ __forceinline__ float log2(float x) {
   float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The lowest bits set, `count` of them: none if it is negative, at most 32.
+[[nodiscard]] __device__ __forceinline__ unsigned lowest_bits(int count) {
+  unsigned y;
+  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(y) : "r"(max(count, 0)));
   return y;
 }
 

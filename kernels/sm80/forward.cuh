@@ -62,7 +62,12 @@ __device__ __forceinline__ void finish(const AttentionParams& params, ForwardSha
   const float unit = units == tile::Units::raw       ? params.scale
                      : units == tile::Units::natural ? 1.0f
                                                      : ptx::ln_2;
-  softmax.finish(acc_o, lse, unit, sink, has_sink, params.dropout.scale);
+#pragma unroll
+  for (int i = 0; i < m; ++i) {
+    float by[2];
+    softmax.conclude(i, by, lse[i], unit, sink, has_sink, params.dropout.scale,
+                     [&](int half, float x) { softmax.shrink_rows(acc_o, i, half, x); });
+  }
 #pragma unroll
   for (int i = 0; i < m; ++i) {
 #pragma unroll

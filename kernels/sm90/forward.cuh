@@ -1,4 +1,4 @@
-// Forward on Hopper: one thread asks TMA for tiles, warpgroups of 64 queries multiply them by wgmma.
+// Forward on Hopper: two threads ask TMA for tiles, warpgroups of 64 queries multiply them by wgmma.
 //
 // Two things hide the softmax. Within a warpgroup S(n) = Q K(n)^T and O += P(n + 1) V(n + 1) are issued
 // together, and while the second still runs S(n) becomes P(n). Among warpgroups, where they are two, they are
@@ -6,7 +6,7 @@
 //
 // Of a few queries a tile has several of the heads that share a key head, a power of two of rows each.
 //
-// forward_load.cuh has what lies in shared memory, and the producer. NOTES.md beside this file has the
+// forward_load.cuh has what lies in shared memory, and those two threads. NOTES.md beside this file has the
 // roofline and what was tried.
 #pragma once
 
@@ -39,23 +39,11 @@ __device__ __forceinline__ void clear_rows(Tile& tile, int first_row, int group)
   ptx::meet(meeting_of(group), group_threads);
 }
 
-// o = acc_o / row_sum by way of the warp's rows of the tile, all columns or some at a time, and lse.
-template <Sm90ForwardConfig C, int nv>
-__device__ __forceinline__ void finish(const Sm90ForwardParams& all, const ForwardWork& work, int group,
-                                       OutTile<C>& o, tile::Softmax<1>& softmax,
-                                       tile::FragmentC (&acc_o)[1][nv]) {
+// What acc_o's rows become o by, and lse.
+template <Sm90ForwardConfig C>
+__device__ __forceinline__ void conclude(const Sm90ForwardParams& all, int h, tile::Softmax<1>& softmax,
+                                         float (&by)[2], float (&lse)[2]) {
   const AttentionParams& params = all.attention;
-  const auto& [b, tile_head, sequence, first_query, queries, first_block, past_block] = work;
-  const int warp_row = ptx::warp_index() % 4 * warp_rows, tile_row = group * group_rows + warp_row;
-  const int first_row = row_of<C>(all, tile_row);
-  int h = head_of<C>(all, tile_head, tile_row), rows_there = sequence.allocated_q - first_query;
-  if constexpr (C.grouped) {  // a tile may have room for more heads than there are
-    const int last = last_head(all, tile_head);
-    if (h > last) {
-      h = last;
-      rows_there = 0;
-    }
-  }
   const bool has_sink = params.sinks != nullptr;
   const float sink = has_sink
                          ? tile::load_number<C.type>(params.sinks, h * params.sinks_stride, params.sinks_wide)
@@ -64,33 +52,30 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
   const float unit = units == tile::Units::raw       ? params.scale
                      : units == tile::Units::natural ? 1.0f
                                                      : ptx::ln_2;
-  float lse[1][2];
-  softmax.finish(acc_o, lse, unit, sink, has_sink, params.dropout.scale);
-  const int row = first_row + tile::element(0, 0, 0).row;
-  if (queries < C.block_m) {  // padding
-    ptx::settle(acc_o[0]);    // so that it is a branch
+  softmax.conclude(0, by, lse, unit, sink, has_sink, params.dropout.scale, [](int, float) {});
+}
+
+// o, which acc_o has become, by way of the warp's rows of the tile, and lse. All columns are left there for
+// TMA, or sent from there, some at a time.
+template <Sm90ForwardConfig C, int nv>
+__device__ __forceinline__ void store(const Sm90ForwardParams& all, const ForwardWork& work, int group,
+                                      const OutRows& rows, OutTile<C>& o, ptx::Barrier& left,
+                                      tile::FragmentC (&acc_o)[1][nv], float (&lse)[2]) {
+  const AttentionParams& params = all.attention;
+  const int warp_row = ptx::warp_index() % 4 * warp_rows;
+  const int row = rows.first + tile::element(0, 0, 0).row;
+  if (work.queries < C.block_m) {  // padding
+    ptx::settle(acc_o[0]);         // so that it is a branch
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (row + half * 8 < queries) continue;
-      lse[0][half] = -ptx::infinity;
+      if (row + half * 8 < work.queries) continue;
+      lse[half] = -ptx::infinity;
 #pragma unroll
       for (int j = 0; j < nv; ++j) acc_o[0][j][half * 2] = acc_o[0][j][half * 2 + 1] = 0.0f;
     }
   }
-  const auto store_lse = [&] {
-    if (params.lse.data == nullptr || threadIdx.x % 4 != 0) return;
-    float* to = static_cast<float*>(params.lse.data) + b * params.lse.batch + h * params.lse.head +
-                (0LL + sequence.q_begin + first_query + row) * params.lse.seq;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (row + half * 8 < rows_there) to[half * 8 * params.lse.seq] = lse[0][half];
-    }
-  };
 
   if constexpr (!C.o_apart()) ptx::meet(meeting_of(group), group_threads);  // nobody reads q any more
-  if (C.grouped && rows_there == 0) return;  // nothing to store, and all have met
-  // A packed sequence may end among the warp's rows, and the next begin there.
-  const bool by_tma = all.o_by_tma && (!params.packed() || first_row + warp_rows <= rows_there);
   const int lane = ptx::thread_index() & 31;
 #pragma unroll
   for (int part = 0; part < C.head_dim_v; part += C.o_cols()) {
@@ -99,36 +84,41 @@ __device__ __forceinline__ void finish(const Sm90ForwardParams& all, const Forwa
       if (lane == 0) cute::tma_store_wait<0>();
       __syncwarp();
     }
-    if (by_tma) {
-      using Tile = OutTile<C>;
+    if (rows.by_tma) {
       const unsigned to = ptx::shared_address(o.at(warp_row + (lane & 15), lane >> 4));
 #pragma unroll
       for (int j = 0; j < C.o_cols() / 16; ++j) {
         tile::FragmentA pairs;
         tile::as_operand<C.type>(pairs, columns[0], j);
-        ptx::store_matrices(Tile::further(to, j * 2), pairs);
+        ptx::store_matrices(OutTile<C>::further(to, j * 2), pairs);
       }
-      ptx::publish_shared();
-      __syncwarp();
-      if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < Tile::panels; ++i) {
-          cute::SM90_TMA_STORE_4D::copy(&all.o, o.data + i * Tile::panel_bytes + warp_row * Tile::row_bytes,
-                                        part + i * Tile::width, sequence.q_begin + first_query + first_row, h,
-                                        params.packed() ? 0 : b);
-        }
-        cute::tma_store_arrive();
-      }
-    } else {
+    } else if (rows.there > 0) {
       RowsArg to = params.o;
       to.data = static_cast<char*>(to.data) + part * (to.wide ? 4 : 2);
-      const int before = first_row - warp_row;  // of the head's rows, those of warpgroups before this one
-      tile::store_tile<C.type>(columns, o, warp_row, to, b, sequence.q_begin + first_query + before, h,
-                               rows_there - before, 0, params.head_dim_v - part);
-      ptx::publish_shared();
+      const int before = rows.first - warp_row;  // of the head's rows, those of warpgroups before this one
+      tile::store_tile<C.type>(columns, o, warp_row, to, work.b,
+                               work.sequence.q_begin + work.first_query + before, rows.h, rows.there - before,
+                               0, params.head_dim_v - part);
+    }
+    ptx::publish_shared();
+    __syncwarp();
+    if (lane == 0) {
+      if constexpr (C.o_apart()) {
+        if (rows.by_tma) send<C>(all, work, rows, o, warp_row, part);
+        cute::tma_store_arrive();
+      } else {
+        ptx::arrive(left);
+      }
     }
   }
-  store_lse();  // behind o: whoever publishes shared memory waits for what was stored before
+  // Behind o: whoever publishes shared memory waits for what was stored before.
+  if (params.lse.data == nullptr || threadIdx.x % 4 != 0) return;
+  float* to = static_cast<float*>(params.lse.data) + work.b * params.lse.batch + rows.h * params.lse.head +
+              (0LL + work.sequence.q_begin + work.first_query + row) * params.lse.seq;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + half * 8 < rows.there) to[half * 8 * params.lse.seq] = lse[half];
+  }
 }
 
 // The consumers: a warpgroup has 64 of the tile's rows.
@@ -141,7 +131,10 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
   const int group = ptx::warp_index() / 4, warp_row = row_of<C>(all, ptx::warp_index() * warp_rows);
   const KeptBarriers k_there(shared.k_there), v_there(shared.v_there);
   // A longer head dim has more descriptors than there are registers for: their upper halves are not kept.
-  const unsigned zero = C.head_dim <= 128 ? all.zero : 0;
+  // Else the compiler may load them again in the loop.
+  const unsigned zero = C.head_dim > 128                             ? 0
+                        : C.terms == Terms::plain && C.head_dim > 64 ? ptx::kept(all.zero)
+                                                                     : all.zero;
   const tile::KeptOperand k_operand(shared.k[0], zero);
   const tile::KeptOperand v_operand(shared.v[0], zero);
   const float scale_log2 = units == tile::Units::raw       ? params.scale_log2
@@ -175,41 +168,15 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
 
   Cursor<C.q_stages> q;
   Cursor<C.stages> k, v;
-  // q's buffer of the tile before this one, which TMA may still be reading o from; of this one, if it is the
-  // only one. Where o is apart q's is free when the last scores are made.
-  bool leaving = false;
-  const auto release_queries = [&] {
-    if (!leaving) return;
-    if (ptx::thread_index() % 32 == 0) cute::tma_store_wait<0>();
-    __syncwarp();  // those that copied o themselves
-    release(
-        shared.q_there[(q.stage + C.q_stages - 1) % C.q_stages][ptx::thread_index() / group_threads].empty);
-    leaving = false;
-  };
 
   while (true) {
     ptx::wait(shared.q_there[q.stage][scarce ? group_again() : group].full, q.parity);
     const ForwardWork work = receive(shared.work[work_stage<C>(q)][group]);
     if (!work.there()) break;
-    const auto& [b, h, sequence, first_query, queries, tile_first_block, tile_past_block] = work;
+    const auto& [b, h, sequence, first_query, queries, tile_first_block, tile_past_block, own] = work;
+    const auto& [first_block, past_block, first_whole, past_whole] = own;
     const NarrowMask mask = all.mask(sequence);
-    NarrowMask::Range whole{0, sequence.seqlen_k};
-    int first_block = tile_first_block, past_block = tile_past_block;
-    if constexpr (C.grouped) {  // all of its heads have the same queries
-      whole = mask.keys_of_all({0, queries});
-    } else if (all.order.masked || queries < C.block_m) {
-      // Rows that are not there do not count, as of several heads in a tile they do not: a warp's rows decide
-      // together how a block is weighed.
-      const int first_row = first_query + group * group_rows;
-      const NarrowMask::Range rows{first_row, min(first_row + group_rows, first_query + queries)};
-      whole = mask.keys_of_all(rows);
-      // Blocks that others of the tile's queries see. Who takes turns takes part in all of them.
-      if constexpr (!C.turns) {
-        const auto own = mask.keys_of_any(rows);
-        if (!own.empty()) first_block = static_cast<unsigned>(own.begin) / C.block_n;
-        past_block = own.empty() ? first_block : (static_cast<unsigned>(own.end) + C.block_n - 1) / C.block_n;
-      }
-    }
+    // Blocks that only others of the tile's queries see.
     const auto skip = [&](int blocks) {
       if constexpr (!C.turns) {
 #pragma unroll 1
@@ -224,8 +191,6 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         }
       }
     };
-    const int first_whole = (static_cast<unsigned>(whole.begin) + C.block_n - 1) / C.block_n,
-              past_whole = static_cast<unsigned>(whole.end) / C.block_n;
     using ScoreTerms = tile::ScoreTerms<C.type, C.terms, scarce>;
     const ScoreTerms terms(params, sequence, b, h);  // of a head: not where there are several
     QueryTile<C>& place = shared.queries[q.stage][group];
@@ -235,12 +200,15 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     tile::FragmentC s[1][n], acc_o[1][nv];
     tile::FragmentA p[n / 2];
     tile::Softmax<1> softmax;
-    // To make p before a block's maxima are known, below a limit. Where scores rise from block to block it is
-    // given up for the rest of the tile.
+    // Without a look at the maxima, if the scores are what they usually are. ALiBi's rise from block to
+    // block.
+    constexpr bool capping = ScoreTerms::caps_in_exponent,
+                   at_once = capping || (units == tile::Units::raw && !has(C.terms, Terms::alibi));
+    // Then p is made before a block's maxima are known, below a limit. Where scores rise from block to block
+    // it is given up for the rest of the tile.
     bool ready = false;
     int chances = 4;
     float limit[1][2] = {{1 << static_cast<int>(softmax.slack), 1 << static_cast<int>(softmax.slack)}};
-    tile::clear(acc_o);
 
     // s = q k^T, in flight.
     const auto issue_scores = [&](int block) {
@@ -303,21 +271,18 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         }
       }
     };
+    const auto sees_part = [&](int block) { return block < first_whole || block >= past_whole; };
+    const auto hide_keys = [&](int block, bool partly) {
+      if (partly) tile::hide(s, mask.tile(first_query + own_row(), block * C.block_n));
+    };
     // s becomes p, not yet rounded; shrink hears what that does to acc_o.
-    const auto weigh = [&]<bool first>(int block, const auto& shrink) {
+    const auto weigh = [&]<bool first>(int block, bool partly, const auto& shrink) {
       const int first_key = block * C.block_n;
-      const bool partly = block < first_whole || block >= past_whole;
-      const auto hide = [&] {
-        if (partly) tile::hide(s, mask.tile(first_query + own_row(), first_key));
-      };
+      const auto hide = [&] { hide_keys(block, partly); };
       const auto exponentiate = [&](const auto&... exponent_of) {
 #pragma unroll
         for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, exponent_of...);
       };
-      // Later blocks without a look at the maxima, if the scores are what they usually are. ALiBi's rise from
-      // block to block.
-      constexpr bool capping = ScoreTerms::caps_in_exponent,
-                     at_once = capping || (units == tile::Units::raw && !has(C.terms, Terms::alibi));
       if constexpr (at_once && !first) {
         if (ready) {
           hide();
@@ -376,6 +341,15 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       for (int j = 0; j < n / 2; ++j) tile::as_operand<C.type>(p[j], s[0], j);
     };
 
+    // What only the end needs is read again; the last product is made meanwhile.
+    ForwardWork same;
+    float by[2], lse[2];
+    const auto tile_row = [&] { return group * group_rows + ptx::warp_index() % 4 * warp_rows; };
+    const auto end_softmax = [&] {
+      same = receive(shared.work[work_stage<C>(q)][scarce ? group_again() : group]);
+      conclude<C>(all, OutRows::of<C>(all, same, tile_row()).h, softmax, by, lse);
+    };
+
     if ((params.packed() || params.seqused_q != nullptr) && queries < (group + 1) * group_rows)
       clear_rows(place.q, max(0, queries - group * group_rows), group);
     skip(tile_past_block - past_block);
@@ -390,12 +364,12 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       issue_scores(past_block - 1);
       load_bias(past_block - 1);
       choose_kept(past_block - 1);
-      release_queries();
+      tile::clear(acc_o);
       ptx::wgmma_wait<0>();
       ptx::settle(s[0]);
-      weigh.template operator()<true>(past_block - 1, [](int, int, float) {});
       k_there.release(k);
       k.next();
+      weigh.template operator()<true>(past_block - 1, sees_part(past_block - 1), [](int, int, float) {});
       round_p();
 
       // Keys behind the sequence's last have weight 0: their values have to be numbers.
@@ -405,10 +379,11 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       }
       // What rows of acc_o are to be multiplied by, if one has moved: seldom, so nothing is set otherwise. Of
       // a bool the compiler would make a byte, at two instructions more.
-      float by[2] = {1.0f, 1.0f};
+      float shrunk[2] = {1.0f, 1.0f};
       int moved = 0;
 #pragma unroll 1
       for (int block = past_block - 2; block >= first_block; --block) {
+        const bool partly = sees_part(block);
         k_there.wait(k);
         take_turn();
         issue_scores(block);
@@ -418,8 +393,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         choose_kept(block);
         ptx::wgmma_wait<1>();
         ptx::settle(s[0]);
-        weigh.template operator()<false>(block, [&](int, int half, float x) {
-          by[half] = x;
+        weigh.template operator()<false>(block, partly, [&](int, int half, float x) {
+          shrunk[half] = x;
           moved = 1;
         });
         k_there.release(k);
@@ -431,34 +406,39 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         if (moved != 0) {
           moved = 0;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) softmax.shrink_rows(acc_o, 0, half, by[half]);
+          for (int half = 0; half < 2; ++half) softmax.shrink_rows(acc_o, 0, half, shrunk[half]);
         }
         round_p();
       }
       if constexpr (C.o_apart()) release(shared.q_there[0][group].empty);
       v_there.wait(v);
       issue_values();
+      end_softmax();
       ptx::wgmma_wait<0>();
       ptx::settle(acc_o[0]);
       v_there.release(v);
       v.next();
-    } else if constexpr (C.o_apart()) {
-      release(shared.q_there[0][group].empty);
-    }
-    // What only the end needs is read again.
-    const ForwardWork same = receive(shared.work[work_stage<C>(q)][scarce ? group_again() : group]);
-    skip(first_block - same.first_block);
-    release_queries();  // where there were no keys
-    if constexpr (C.o_apart()) {
-      finish<C>(all, same, group, shared.o[group], softmax, acc_o);
     } else {
-      finish<C>(all, same, group, place.o, softmax, acc_o);
-      leaving = true;
-      if constexpr (C.q_stages == 1) release_queries();
+      tile::clear(acc_o);
+      ptx::settle(acc_o[0]);  // here: or it would be done for all, and there once more
+      if constexpr (C.o_apart()) release(shared.q_there[0][group].empty);
+      end_softmax();
+    }
+    skip(first_block - same.first_block);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) softmax.shrink_rows(acc_o, 0, half, by[half]);
+    const OutRows rows = OutRows::of<C>(all, same, tile_row());
+    ptx::Barrier& left = shared.q_there[q.stage][group].empty;
+    if constexpr (C.o_apart()) {
+      store<C>(all, same, group, rows, shared.o[group], left, acc_o, lse);
+    } else {
+      store<C>(all, same, group, rows, place.o, left, acc_o, lse);
     }
     q.next();
   }
-  if (ptx::thread_index() % 32 == 0) cute::tma_store_wait<0>();
+  if constexpr (C.o_apart()) {
+    if (ptx::thread_index() % 32 == 0) cute::tma_store_wait<0>();
+  }
   if constexpr (C.turns) {
     if (group == 0) take_turn();  // the last one passed
   }
@@ -471,15 +451,15 @@ __device__ void forward(const Sm90ForwardParams& params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<C>*>(shared_bytes);
   if (threadIdx.x == 0) {
-    const auto init = [](auto& all, int groups) {
+    const auto init = [](auto& all, int readers) {
       for (auto& barriers : all) {
         barriers.full.init(1);
-        barriers.empty.init(groups * 4);  // every warp
+        barriers.empty.init(readers);
       }
     };
-    for (auto& groups : shared.q_there) init(groups, 1);
-    init(shared.k_there, C.consumers());
-    init(shared.v_there, C.consumers());
+    init(shared.k_there, C.consumers() * 4);  // every warp
+    init(shared.v_there, C.consumers() * 4);
+    for (auto& groups : shared.q_there) init(groups, 4);
     cutlass::arch::fence_barrier_init();
   }
   if (params.order.sorted) {
@@ -488,9 +468,15 @@ __device__ void forward(const Sm90ForwardParams& params) {
     ptx::publish_shared();  // TMA writes there next
   }
   __syncthreads();
-  if (ptx::warp_index() >= C.consumers() * 4) {
+  const int warp = ptx::warp_index();
+  if (warp >= C.consumers() * 4) {
     cutlass::arch::warpgroup_reg_dealloc<C.producer_registers()>();
-    if (threadIdx.x == C.consumers() * group_threads) produce<C>(params, shared);
+    if (threadIdx.x % 32 != 0) return;
+    if (warp == C.consumers() * 4) {
+      load_keys<C>(params, shared);
+    } else if (warp == C.consumers() * 4 + 1) {
+      serve_queries<C>(params, shared);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C.consumer_registers()>();
     consume<C>(params, shared);

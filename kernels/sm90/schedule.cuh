@@ -8,18 +8,26 @@
 
 namespace tessera::sm90 {
 
+// Blocks of keys that some of a warpgroup's queries see, and those that all of them see whole.
+struct SeenBlocks {
+  int first, past, first_whole, past_whole;
+
+  [[nodiscard]] __device__ bool contain(int block) const { return first <= block && block < past; }
+};
+
 struct ForwardWork {
   int b, h;
   SequenceArg sequence;
   int first_query, queries;     // those beyond the sequence are padding
   int first_block, past_block;  // blocks of keys that some query sees
+  SeenBlocks own;               // of the warpgroup that receives it
 
   [[nodiscard]] __device__ bool there() const {
     return first_query >= 0 && first_query < sequence.allocated_q;
   }
 };
 inline constexpr ForwardWork no_work{.first_query = -1};
-static_assert(sizeof(ForwardWork) == 12 * sizeof(int));  // as the plan counts shared memory
+static_assert(sizeof(ForwardWork) == 16 * sizeof(int));  // as the plan counts shared memory
 
 // One thread finds a tile's work, others receive it, by way of shared memory. The words come to a lane each
 // and are handed round by shuffles: so the compiler knows that a warp's lanes agree on them.
@@ -132,6 +140,30 @@ class Schedule {
     work.past_block =
         keys.empty() ? work.first_block : (static_cast<unsigned>(keys.end) + block_n - 1) / block_n;
     return work;
+  }
+  // Of a tile's, what the queries of one warpgroup see, of `rows` each. Who takes turns takes part in all.
+  template <bool turns, int rows>
+  [[nodiscard]] __device__ __forceinline__ SeenBlocks seen(const ForwardWork& work, int group) const {
+    SeenBlocks own{work.first_block, work.past_block, 0, 0};
+    NarrowMask::Range whole{0, work.sequence.seqlen_k};
+    if constexpr (grouped) {  // all of its heads have the same queries
+      whole = all.mask(work.sequence).keys_of_all({0, work.queries});
+    } else if (all.order.masked || work.queries < block_m) {
+      // Rows that are not there do not count, as of several heads in a tile they do not: a warp's rows decide
+      // together how a block is weighed.
+      const NarrowMask mask = all.mask(work.sequence);
+      const int first = work.first_query + group * rows;
+      const NarrowMask::Range queries{first, min(first + rows, work.first_query + work.queries)};
+      whole = mask.keys_of_all(queries);
+      if constexpr (!turns) {
+        const auto some = mask.keys_of_any(queries);
+        if (!some.empty()) own.first = static_cast<unsigned>(some.begin) / block_n;
+        own.past = some.empty() ? own.first : (static_cast<unsigned>(some.end) + block_n - 1) / block_n;
+      }
+    }
+    own.first_whole = (static_cast<unsigned>(whole.begin) + block_n - 1) / block_n;
+    own.past_whole = static_cast<unsigned>(whole.end) / block_n;
+    return own;
   }
 
  private:

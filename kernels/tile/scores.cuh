@@ -30,11 +30,18 @@ __device__ __forceinline__ void hide(FragmentC (&s)[m][n], const TileMask& mask)
     for (int half = 0; half < 2; ++half) {
       const int row = element(i, 0, half * 2).row, col = threadIdx.x % 4 * 2;
       const int begin = mask.left + row - col, end = min(mask.right + row, mask.end) - col;
+      // A bit for each of 32 columns, from the second on: to look at two is an instruction, to compare one is
+      // two.
 #pragma unroll
-      for (int j = 0; j < n; ++j) {
+      for (int first = 0; first < n; first += 4) {
+        const unsigned seen =
+            ptx::lowest_bits(end + 1 - first * 8) & ~ptx::lowest_bits(begin + 1 - first * 8);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (j * 8 + c < begin || j * 8 + c >= end) s[i][j][half * 2 + c] = -ptx::infinity;
+        for (int j = first; j < min(n, first + 4); ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if ((seen & 2u << ((j - first) * 8 + c)) == 0) s[i][j][half * 2 + c] = -ptx::infinity;
+          }
         }
       }
     }

@@ -7,9 +7,9 @@ namespace tessera::tile {
 
 template <int m>
 struct Softmax {
-  // A row's reference, which its exponentials are taken from: a maximum that it has had. It follows the true
-  // maximum only when that has risen by more than `slack` powers of two: until then p stays below 2^slack,
-  // exactly as accurate in floating point, and acc_o need not be rescaled.
+  // A row's reference, which its exponentials are taken from: a maximum that it has had. It follows the
+  // true maximum only when that has risen by more than `slack` powers of two: until then p stays below
+  // 2^slack, exactly as accurate in floating point, and acc_o need not be rescaled.
   static constexpr float slack = 8.0f;
   // Of reference * scale, if one multiply-add is to make the exponent.
   static constexpr float largest = 1 << 20;
@@ -215,48 +215,42 @@ struct Softmax {
     return true;
   }
 
-  // acc_o becomes o. unit is one unit of s in natural units, as lse and sink are.
-  template <int nv>
-  __device__ __forceinline__ void finish(FragmentC (&acc_o)[m][nv], float (&lse)[m][2], float unit,
-                                         float sink, bool has_sink, float dropout_scale) {
+  // What the i-th rows of acc_o are to be multiplied by to become o, and their lse; scale(half, by) hears
+  // of each half. unit is one unit of s in natural units, as lse and sink are.
+  template <class Scale>
+  __device__ __forceinline__ void conclude(int i, float (&by)[2], float (&lse)[2], float unit, float sink,
+                                           bool has_sink, float dropout_scale, const Scale& scale) {
+    float most[2];
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
-      float most[2], by[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& sum = row_sum[i][half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        most[half] = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
-        by[half] = dropout_scale;
-      }
-      if (has_sink) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float both = fmaxf(most[half], sink);
-          if (both > -ptx::infinity) {
-            const float shrink = ptx::exp2((most[half] - both) * ptx::log2_e);
-            row_sum[i][half] = row_sum[i][half] * shrink + ptx::exp2((sink - both) * ptx::log2_e);
-            by[half] *= shrink;
-            most[half] = both;
-          }
-        }
-      }
+    for (int half = 0; half < 2; ++half) {
+      float& sum = row_sum[i][half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      most[half] = reference[i][half] == -ptx::infinity ? -ptx::infinity : reference[i][half] * unit;
+      by[half] = dropout_scale;
+    }
+    if (has_sink) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // No key and no sink: o = 0, lse = -inf. NaN is neither. Else the largest p, or the sink's, is 1 or
-        // nearly so: an approximate reciprocal is right to a unit or two. With two rows of tiles a kernel
-        // that has no register to spare would spill by it.
-        const float sum = row_sum[i][half];
-        const bool empty = sum == 0.0f;
-        by[half] = empty ? 0.0f : m == 1 ? by[half] * ptx::reciprocal(sum) : by[half] / sum;
-        lse[i][half] = empty ? -ptx::infinity : most[half] + ptx::log2(sum) * ptx::ln_2;
-#pragma unroll
-        for (int j = 0; j < nv; ++j) {
-          acc_o[i][j][half * 2] *= by[half];
-          acc_o[i][j][half * 2 + 1] *= by[half];
+        const float both = fmaxf(most[half], sink);
+        if (both > -ptx::infinity) {
+          const float shrink = ptx::exp2((most[half] - both) * ptx::log2_e);
+          row_sum[i][half] = row_sum[i][half] * shrink + ptx::exp2((sink - both) * ptx::log2_e);
+          by[half] *= shrink;
+          most[half] = both;
         }
       }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // No key and no sink: o = 0, lse = -inf. NaN is neither. Else the sum is far from what is denormal: an
+      // approximate reciprocal is right to a unit or two. With two rows of tiles a kernel that has no
+      // register to spare would spill by it.
+      const float sum = row_sum[i][half];
+      const bool empty = sum == 0.0f;
+      by[half] = empty ? 0.0f : m == 1 ? by[half] * ptx::reciprocal(sum) : by[half] / sum;
+      lse[half] = empty ? -ptx::infinity : most[half] + ptx::log2(sum) * ptx::ln_2;
+      scale(half, by[half]);
     }
   }
 

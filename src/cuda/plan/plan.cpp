@@ -294,7 +294,7 @@ int shared_of(const Sm90ForwardConfig& c) {
   const int bias_size = has(c.terms, Terms::wide_bias) ? 4 : 2;
   const int bias = has(c.terms, Terms::bias) ? c.block_m * c.block_n * bias_size : 0;
   const int barriers = (c.q_stages * c.consumers() + 2 * c.stages) * 2 * 8, sorted = most_sorted * 5;
-  const int work = 2 * c.consumers() * 12 * 4;
+  const int work = 2 * c.consumers() * 16 * 4;
   return ((queries + keys) * 2 + bias + kept + barriers + work + sorted + 1023) / 1024 * 1024;
 }
 int shared_of(const BackwardConfig& c) {
