@@ -277,6 +277,9 @@ std::vector<NamedCase> fixed_cases() {
       "mean_30: seqlen_q=140 seqlen_k=260 mean=-30 sinks=1 dsinks=1 dlse=1",
 
       // Scores that outgrow what came before by powers of two that a float does not have.
+      "magnitude_4: num_heads_q=2 seqlen_q=300 seqlen_k=300 magnitude=4 dtype=float16 causal=1 sinks=1",
+      "magnitude_8: num_heads_q=2 seqlen_q=300 seqlen_k=300 magnitude=8 dtype=bfloat16 head_dim=128 "
+      "head_dim_v=128 window_left=150 window_right=0",
       "magnitude_20: num_heads_q=2 seqlen_q=150 seqlen_k=600 magnitude=20 dtype=bfloat16 causal=1",
       "magnitude_60: seqlen_q=150 seqlen_k=600 magnitude=60 dtype=bfloat16 head_dim=128 head_dim_v=128 "
       "window_left=300",
