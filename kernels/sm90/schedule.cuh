@@ -11,8 +11,6 @@ namespace tessera::sm90 {
 // Blocks of keys that some of a warpgroup's queries see, and those that all of them see whole.
 struct SeenBlocks {
   int first, past, first_whole, past_whole;
-
-  [[nodiscard]] __device__ bool contain(int block) const { return first <= block && block < past; }
 };
 
 struct ForwardWork {
