@@ -40,6 +40,19 @@ struct Cache {
   [[nodiscard]] std::vector<Span> spans() const {
     return {{k.data, bytes_of_tensor()}, {v.data, bytes_of_tensor()}};
   }
+  // The same memory page by page, in the order in which decode comes to them.
+  [[nodiscard]] std::vector<Span> spans_of_pages() const {
+    const std::size_t bytes = bytes_of_tensor() / static_cast<std::size_t>(keys / page_size);
+    const auto* order = static_cast<const std::int32_t*>(pages.data);
+    std::vector<Span> spans;
+    for (std::int64_t i = 0; i < keys / page_size; ++i) {
+      for (const Tensor& tensor : {k, v}) {
+        const auto* from = static_cast<const std::byte*>(tensor.data);
+        spans.push_back({from + static_cast<std::size_t>(order[i]) * bytes, bytes});
+      }
+    }
+    return spans;
+  }
 };
 
 // As many keys as are four times what the CPU's last level holds, if a quarter of the memory has room for
@@ -85,34 +98,38 @@ nlohmann::json measure_row(const Cache& cache, const Row& row, const DecodeBench
   const Memory workspace = allocate(bytes);
   call.workspace = {workspace.get(), bytes};
   const int threads = resolve_threads(flags.threads);
-  std::vector<double> read_rates;
+  const std::vector<Span> pages = row.paged ? cache.spans_of_pages() : std::vector<Span>();
+  std::vector<double> read_rates, page_rates;
   const TimingPolicy policy = {
       .min_seconds = flags.quick ? 0.0 : flags.min_time, .min_repeats = flags.quick ? 3 : 7, .before = [&] {
         read_rates.push_back(measure_read_rate(threads, cache.spans()));
+        if (row.paged) page_rates.push_back(measure_read_rate(threads, pages));
       }};
   const Timing timing = time_repeated(policy, [&](int) { decode(call).or_throw(); });
   const double rate = 2.0 * static_cast<double>(cache.bytes_of_tensor()) / timing.median;
   const double read_rate = median_of(read_rates);
-  return {{"dtype", short_name(cache.dtype)},
-          {"batch", row.batch},
-          {"group", row.group},
-          {"heads_k", cache_heads},
-          {"head_dim", cache_dim},
-          {"seqlen", cache.keys / row.batch},
-          {"page_size", row.paged ? page_size : 0},
-          {"seconds", timing.median},
-          {"seconds_p10", timing.p10},
-          {"seconds_p90", timing.p90},
-          {"repeats", timing.repeats},
-          {"gbytes_per_second", rate / 1e9},
-          {"read_gbytes_per_second", read_rate / 1e9},
-          {"percent_of_read", 100 * rate / read_rate},
-          {"kernel", last_kernel()}};
+  nlohmann::json result = {{"dtype", short_name(cache.dtype)},
+                           {"batch", row.batch},
+                           {"group", row.group},
+                           {"heads_k", cache_heads},
+                           {"head_dim", cache_dim},
+                           {"seqlen", cache.keys / row.batch},
+                           {"page_size", row.paged ? page_size : 0},
+                           {"seconds", timing.median},
+                           {"seconds_p10", timing.p10},
+                           {"seconds_p90", timing.p90},
+                           {"repeats", timing.repeats},
+                           {"gbytes_per_second", rate / 1e9},
+                           {"read_gbytes_per_second", read_rate / 1e9},
+                           {"percent_of_read", 100 * rate / read_rate},
+                           {"kernel", last_kernel()}};
+  if (row.paged) result["page_read_gbytes_per_second"] = median_of(page_rates) / 1e9;
+  return result;
 }
 
 const Table& row_table() {
   static const Table table({"dtype", "batch", "group", "seqlen", "cache      ", "   time", " GB/s",
-                            "plain read", "% of read", "kernel    "});
+                            "plain read", "% of read", "of pages", "kernel    "});
   return table;
 }
 
@@ -122,6 +139,7 @@ void print_row(const nlohmann::json& row) {
                          row["page_size"] == 0 ? "contiguous" : "pages of " + integer("page_size"),
                          seconds_text(row["seconds"]), fixed(row["gbytes_per_second"], 1),
                          fixed(row["read_gbytes_per_second"], 1), fixed(row["percent_of_read"], 1),
+                         row["page_size"] == 0 ? "" : fixed(row["page_read_gbytes_per_second"], 1),
                          row["kernel"]});
 }
 
