@@ -18,6 +18,8 @@
 #include "cpu/forward-inl.h"
 #if defined(TESSERA_CPU_AMX)
 #include "cpu/few-amx-inl.h"
+#elif TESSERA_CPU_DOTS
+#include "cpu/few-quads-inl.h"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -33,12 +35,21 @@ constexpr std::int64_t max_decode_rows = 256;  // of a task
 #if defined(TESSERA_CPU_AMX)
 constexpr std::int64_t few_col_unit = col_unit;
 constexpr std::int64_t rows_of_short_splits = few_rows;
-static_assert(stream_task_rows / TileProducts::fewest_rows <= TileProducts::most_heads);
-static_assert(TileProducts::most_heads * TileProducts::q_rows(TileProducts::fewest_rows) <=
-              2 * stream_task_rows);
 #else
 constexpr std::int64_t few_col_unit = cell_step;
 constexpr std::int64_t rows_of_short_splits = 4;
+#endif
+#if TESSERA_CPU_DOTS
+// Of so many rows that their softmax counts.
+#if defined(TESSERA_CPU_AMX)
+using BlockProducts = TileProducts;
+#else
+using BlockProducts = QuadProducts;
+#endif
+static_assert(few_rows <= lane_rows &&
+              stream_task_rows / BlockProducts::fewest_rows <= BlockProducts::most_heads);
+static_assert(BlockProducts::most_heads * BlockProducts::q_rows(BlockProducts::fewest_rows) <=
+              2 * stream_task_rows);
 #endif
 // A block's columns begin with its first key: so it is one unit of them.
 static_assert(forward_tiles.block_n % stream_block == 0 && stream_block == col_align);
@@ -400,13 +411,12 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
   with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr bool dots = TESSERA_CPU_DOTS && std::is_same_v<T, bfloat16>;
-#if defined(TESSERA_CPU_AMX)
-    // p of whole tiles has room in the place of s.
-    static_assert(tile_rows / 2 * TileSoftmax<tile_rows>::p_ld <=
-                  2 * TileProducts::fewest_rows * DecodeScratch::few_ld);
+#if TESSERA_CPU_DOTS
+    // p of whole tiles, of whole quads even more so, has room in the place of s.
+    static_assert(lane_rows / 2 * col_align <= 2 * BlockProducts::fewest_rows * DecodeScratch::few_ld);
     if constexpr (dots) {
-      if (work.rows.size() >= TileProducts::fewest_rows)
-        return stream_task_as<T, TileProducts>(work, scratch);
+      if (work.rows.size() >= BlockProducts::fewest_rows)
+        return stream_task_as<T, BlockProducts>(work, scratch);
     }
 #endif
     stream_task_as<T, std::conditional_t<dots, DotProducts, FloatProducts<T>>>(work, scratch);

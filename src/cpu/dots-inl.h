@@ -55,7 +55,7 @@ HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, 
       Cells kc[keys];
       HWY_UNROLL(4)
       for (int n = 0; n < keys; ++n) {
-        next.fetch(1);
+        next.fetch_run<1>();
         kc[n] = load_cells(k[n] + c, left);
       }
       HWY_UNROLL(4)
@@ -88,87 +88,6 @@ HWY_INLINE void round_row(float* row, std::int64_t n) {
     store_rounded(load(row + i), reinterpret_cast<bfloat16*>(row) + i);
 }
 
-// --- Quads of rows -----------------------------------------------------------------------------------------
-
-#if HWY_CAP_GE512
-// Four rows of q in one vector, 16 bytes of each. Against 16 bytes of a key, four times in a vector, every
-// block of lanes sums one row, and the blocks of four keys are folded at once: a quarter of the shuffles that
-// it takes to sum the lanes of each row and key.
-constexpr std::int64_t quad_step = 8;  // numbers in a block
-
-constexpr std::int64_t quad_ld(std::int64_t dim) { return round_up(dim, quad_step); }
-
-// Rows of bfloat16 to quads in the same place, where rows are at least twice as long as quad_ld: elements c
-// .. of the quad that begins with row r are at q + r quad_ld + 4 c. A last quad is filled up with zeros.
-HWY_INLINE void make_quads(bfloat16* q, std::int64_t q_ld, std::int64_t rows, std::int64_t dim) {
-  for (std::int64_t first = 0; first < rows; first += 4) {
-    bfloat16 copy[4][max_head_dim] = {};
-    for (std::int64_t r = 0; r < std::min<std::int64_t>(4, rows - first); ++r)
-      std::memcpy(copy[r], q + (first + r) * q_ld, static_cast<std::size_t>(dim) * sizeof(bfloat16));
-    bfloat16* quad = q + first * quad_ld(dim);
-    for (std::int64_t c = 0; c < dim; c += quad_step) {
-      for (std::int64_t r = 0; r < 4; ++r)
-        std::memcpy(quad + 4 * c + r * quad_step, copy[r] + c, quad_step * sizeof(bfloat16));
-    }
-  }
-}
-
-// The 16 bytes at p in every block; n of the row's elements are left.
-HWY_INLINE Cells load_block(const bfloat16* p, std::int64_t n) {
-  const hn::Repartition<std::uint16_t, UintTag> halves;
-  if (n >= quad_step) return hn::BitCast(UintTag(), hn::LoadDup128(halves, &p->bits));
-  bfloat16 copy[quad_step] = {};
-  std::memcpy(copy, p, static_cast<std::size_t>(n) * sizeof(bfloat16));
-  return hn::BitCast(UintTag(), hn::LoadDup128(halves, &copy->bits));
-}
-
-// dot_scores of one or two quads, of which the first `rows` rows are there.
-template <int quads>
-HWY_NOINLINE void quad_scores(const bfloat16* HWY_RESTRICT q, const void* const* k_rows, std::int64_t offset,
-                              std::int64_t key_count, std::int64_t dim, float* HWY_RESTRICT s,
-                              std::int64_t s_ld, std::int64_t rows, Next& next) {
-  constexpr int keys = stream_keys;
-  for (std::int64_t j = 0; j < key_count; j += keys) {
-    const bfloat16* k[keys];
-    for (int n = 0; n < keys; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]) + offset;
-    Vec acc[quads][keys];
-    HWY_UNROLL(2)
-    for (int t = 0; t < quads; ++t) {
-      HWY_UNROLL(8)
-      for (int n = 0; n < keys; ++n) acc[t][n] = set(0.0f);
-    }
-    const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
-      next.fetch(2);
-      Cells qc[quads];
-      HWY_UNROLL(2)
-      for (int t = 0; t < quads; ++t) qc[t] = load_cells(q + 4 * (t * quad_ld(dim) + c), cell_step);
-      HWY_UNROLL(8)
-      for (int n = 0; n < keys; ++n) {
-        const Cells kc = load_block(k[n] + c, left);
-        HWY_UNROLL(2)
-        for (int t = 0; t < quads; ++t) acc[t][n] = add_dots(acc[t][n], qc[t], kc);
-      }
-    };
-    std::int64_t c = 0;
-    for (; c + quad_step <= dim; c += quad_step) step(c, quad_step);
-    if (c < dim) step(c, dim - c);
-    HWY_UNROLL(2)
-    for (int t = 0; t < quads; ++t) {
-      HWY_UNROLL(2)
-      for (int n = 0; n < keys; n += 4) {
-        const Vec sums = fold_four(acc[t][n], acc[t][n + 1], acc[t][n + 2], acc[t][n + 3]);
-        float* to = s + 4 * t * s_ld + j + n;
-        const std::int64_t left = rows - 4 * t;
-        _mm_storeu_ps(to, _mm512_castps512_ps128(sums.raw));
-        if (left > 1) _mm_storeu_ps(to + s_ld, _mm512_extractf32x4_ps(sums.raw, 1));
-        if (left > 2) _mm_storeu_ps(to + 2 * s_ld, _mm512_extractf32x4_ps(sums.raw, 2));
-        if (left > 3) _mm_storeu_ps(to + 3 * s_ld, _mm512_extractf32x4_ps(sums.raw, 3));
-      }
-    }
-  }
-}
-#endif
-
 // --- Values ------------------------------------------------------------------------------------------------
 
 // A probability as dot_columns takes it: bfloat16, rounded to nearest even, neighbours side by side.
@@ -180,16 +99,26 @@ HWY_INLINE void store_pair(Vec x, Vec y, DotCell* to, std::int64_t c) {
   store_rounded(y, &to[c + pair_distance].value);
 }
 
+// Where the cell of row r and of keys j and j + 1 lies, j even: rows one after another.
+struct RowCells {
+  const bfloat16* p;
+  std::int64_t ld;
+
+  HWY_INLINE const bfloat16* at(int r, std::int64_t j) const { return p + r * ld + j; }
+};
+
 // stream_values of bfloat16: two keys at a time. Behind the last key p is 0. In each
 // cell_step columns of acc_o come first the lower halves of all blocks of eight, then the upper halves
 // (unzip_row).
-template <int rows, int steps>
-HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld, const void* const* v_rows,
-                              std::int64_t offset, std::int64_t key_count, std::int64_t c, std::int64_t left,
-                              float* HWY_RESTRICT acc_o, std::int64_t o_ld, Next& next) {
+template <int rows, int steps, class P>
+HWY_NOINLINE void dot_columns(P p, const void* const* v_rows, std::int64_t offset, std::int64_t key_count,
+                              std::int64_t c, std::int64_t left, float* HWY_RESTRICT acc_o, std::int64_t o_ld,
+                              Next& next) {
+  // Lines at once: where there is little to do for a line, two come too fast (NOTES.md).
+  constexpr int pace = rows < stream_rows ? 1 : 2;
   const hn::Repartition<std::uint16_t, UintTag> halves;
   Vec acc[rows][2 * steps];
-  HWY_UNROLL(4)
+  HWY_UNROLL(8)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(4)
     for (int n = 0; n < 2 * steps; ++n) acc[r][n] = load(acc_o + r * o_ld + c + n * lanes);
@@ -198,17 +127,18 @@ HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld,
     Cells v[2 * steps];
     HWY_UNROLL(4)
     for (int n = 0; n < steps; ++n) {
-      next.fetch(2);
+      next.fetch_run<pace>();
       const bfloat16* first = static_cast<const bfloat16*>(v_rows[j]) + offset + c + n * cell_step;
       const auto x = hn::BitCast(halves, load_cells(first, steps > 1 ? cell_step : left));
+      if constexpr (pace == 1) next.fetch_run<1>();
       const auto y = hn::BitCast(halves, load_second(n));
       v[2 * n] = hn::BitCast(UintTag(), hn::InterleaveLower(halves, x, y));
       v[2 * n + 1] = hn::BitCast(UintTag(), hn::InterleaveUpper(halves, x, y));
     }
-    HWY_UNROLL(4)
+    HWY_UNROLL(8)
     for (int r = 0; r < rows; ++r) {
       std::uint32_t cell;
-      std::memcpy(&cell, p + r * p_ld + j, sizeof(cell));
+      std::memcpy(&cell, p.at(r, j), sizeof(cell));
       const Cells pj = hn::Set(UintTag(), cell);
       HWY_UNROLL(4)
       for (int n = 0; n < 2 * steps; ++n) acc[r][n] = add_dots(acc[r][n], pj, v[n]);
@@ -220,22 +150,24 @@ HWY_NOINLINE void dot_columns(const bfloat16* HWY_RESTRICT p, std::int64_t p_ld,
     add(j, [&](int n) HWY_ATTR { return load_cells(second + n * cell_step, steps > 1 ? cell_step : left); });
   }
   if (j < key_count) add(j, [](int) HWY_ATTR { return hn::Zero(UintTag()); });
-  HWY_UNROLL(4)
+  HWY_UNROLL(8)
   for (int r = 0; r < rows; ++r) {
     HWY_UNROLL(4)
     for (int n = 0; n < 2 * steps; ++n) store(acc[r][n], acc_o + r * o_ld + c + n * lanes);
   }
 }
 
-template <int rows>
-HWY_INLINE void dot_values(const bfloat16* p, std::int64_t p_ld, const void* const* v_rows,
-                           std::int64_t offset, std::int64_t key_count, std::int64_t dim, float* acc_o,
-                           std::int64_t o_ld, Next& next) {
+// Of more than four rows one vector of values at a time: a line is then loaded once.
+template <int rows, class P>
+HWY_INLINE void dot_values(P p, const void* const* v_rows, std::int64_t offset, std::int64_t key_count,
+                           std::int64_t dim, float* acc_o, std::int64_t o_ld, Next& next) {
   std::int64_t c = 0;
-  for (; c + 2 * cell_step <= dim; c += 2 * cell_step)
-    dot_columns<rows, 2>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
+  if constexpr (rows <= stream_rows) {
+    for (; c + 2 * cell_step <= dim; c += 2 * cell_step)
+      dot_columns<rows, 2>(p, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
+  }
   for (; c < dim; c += cell_step)
-    dot_columns<rows, 1>(p, p_ld, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
+    dot_columns<rows, 1>(p, v_rows, offset, key_count, c, dim - c, acc_o, o_ld, next);
 }
 
 // Columns as dot_columns leaves them, put in order.

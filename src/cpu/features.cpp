@@ -34,13 +34,19 @@ std::uint64_t saved_state() {
 }
 
 struct Features {
-  bool ssse3, avx2, avx512, avx512_bf16, amx, amd;
+  bool ssse3, avx2, avx512, avx512_bf16, amx;
+  Prefetches prefetches;
 
   Features() {
     constexpr std::uint64_t avx_state = 0x6, avx512_state = 0xE6, amx_state = 0x60000;
     const Registers basic = cpuid(1, 0), extended = cpuid(7, 0), more = cpuid(7, 1);
     const std::uint64_t state = saved_state();
-    amd = cpuid(0, 0).ecx == 0x444D4163;  // "cAMD", the end of AuthenticAMD
+    const bool amd = cpuid(0, 0).ecx == 0x444D4163;  // "cAMD", the end of AuthenticAMD
+    // Where the family's four bits are all set, eight more add to them: Zen 4 is 0x19, Zen 5 0x1A.
+    const unsigned family = (basic.eax >> 8 & 0xF) + (basic.eax >> 20 & 0xFF);
+    prefetches = !amd             ? Prefetches::kept
+                 : family >= 0x1A ? Prefetches::forgotten_often
+                                  : Prefetches::forgotten;
     ssse3 = has(basic.ecx, 9);
     const bool fma = has(basic.ecx, 12), f16c = has(basic.ecx, 29),
                sse4 = has(basic.ecx, 19) && has(basic.ecx, 20);
@@ -86,10 +92,10 @@ std::string missing_for_avx512() {
 }
 std::string missing_for_avx2() { return features().avx2 ? "" : "this CPU has no AVX2 with FMA and F16C"; }
 std::string missing_for_baseline() { return features().ssse3 ? "" : "this CPU has no SSSE3"; }
-bool drops_prefetches() { return features().amd; }
+Prefetches prefetches() { return features().prefetches; }
 #else
 std::string missing_for_baseline() { return ""; }
-bool drops_prefetches() { return false; }
+Prefetches prefetches() { return Prefetches::kept; }
 #endif
 
 }  // namespace tessera::cpu

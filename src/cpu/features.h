@@ -11,7 +11,9 @@ namespace tessera::cpu {
 [[nodiscard]] std::string missing_for_avx2();
 [[nodiscard]] std::string missing_for_baseline();
 
-// Whether it forgets prefetches that its buffers have no room for, as AMD's do (NOTES.md).
-[[nodiscard]] bool drops_prefetches();
+// What becomes of prefetches that the CPU's buffers have no room for (NOTES.md): they wait, or they are
+// forgotten, as AMD's CPUs do. From Zen 5 on lines are best asked for often, and into the first level.
+enum class Prefetches { kept, forgotten, forgotten_often };
+[[nodiscard]] Prefetches prefetches();
 
 }  // namespace tessera::cpu

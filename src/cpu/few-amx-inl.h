@@ -15,41 +15,19 @@
 // Keys that are not there, up to a whole tile, are zeros: nothing behind the last key is read.
 #pragma once
 
-#include "cpu/few-inl.h"
+#include "cpu/few-softmax-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
-// What a softmax whose lanes are rows knows of each: what scores are made of, and which columns are seen.
-struct TileLanes {
-  alignas(64) float exponent[tile_rows] = {};  // scores to units of log2 e
-  alignas(64) float factor[tile_rows] = {};    // q·k to scores
-  alignas(64) float slope[tile_rows] = {};
-  alignas(64) std::int32_t position[tile_rows] = {};  // where ALiBi's distance is 0
-  alignas(64) std::int32_t begin[tile_rows] = {}, end[tile_rows] = {};
-
-  TileLanes(const TaskRows& task, Range rows, std::int64_t key, Range cols) {
-    Scoring other = task.first;
-    for (std::int64_t r = 0; r < rows.size(); ++r) {
-      const std::int64_t row = rows.begin + r;
-      const Scoring& scoring = task.scoring(row, other);
-      const RowPiece piece(task.query(row), key, cols, task.keys_of_row(row));
-      exponent[r] = scoring.exponent_scale();
-      factor[r] = scoring.raw() ? 1.0f : scoring.scale;
-      slope[r] = scoring.slope;
-      position[r] = static_cast<std::int32_t>(piece.row + scoring.diagonal - key);
-      begin[r] = static_cast<std::int32_t>(piece.visible.begin);
-      end[r] = static_cast<std::int32_t>(piece.visible.end);
-    }
-  }
-};
-
-// The softmax of one head's block of keys, from sᵀ (a key's 16 rows side by side) to p, as tiles of A take
-// it. `width` of the rows count: where two keys' rows fit a vector, it holds those of key c and of key c + 4.
+// A vector of sᵀ has a key's 16 rows or, where two keys' rows fit it (`width` of the rows count), those of
+// key c and of key c + 4. p becomes tiles of A.
 template <std::int64_t width>
-struct TileSoftmax {
+struct TileLayout {
   static constexpr bool two_keys = lanes == 2 * width;
-  static constexpr std::int64_t p_ld = col_align;  // a block's keys
+  static constexpr std::int64_t rows = two_keys ? width : lanes;
+  static constexpr std::int64_t s_ld = 1, p_ld = col_align;  // a block's keys
+  static constexpr bool called_with_maxima = true;
 
   static HWY_INLINE Vec load_rows(const float* s, std::int64_t c) {
     if constexpr (two_keys) {
@@ -69,7 +47,6 @@ struct TileSoftmax {
       store(x, s + c * tile_cols);
     }
   }
-  // The rows' own numbers, for both keys of a vector.
   template <class T>
   static HWY_INLINE auto of_rows(const T* x) {
     const hn::ScalableTag<T> tag;
@@ -80,89 +57,23 @@ struct TileSoftmax {
       return hn::LoadU(tag, x);
     }
   }
-  // With what the other key of the vector has.
-  static HWY_INLINE Vec other_key(Vec x) { return hn::ConcatLowerUpper(FloatTag(), x, x); }
-
-  // body(c, i) for all vectors of `cols` columns, i from 0 to 3 in turn.
-  template <class Body>
-  static HWY_INLINE void over_keys(std::int64_t cols, const Body& body) {
-    for (std::int64_t c = 0; c < cols; c += two_keys ? 8 : 4) {
-      HWY_UNROLL(4)
-      for (int i = 0; i < 4; ++i) body(c + i, i);
+  static HWY_INLINE auto columns(std::int64_t c) {
+    const IntTag i;
+    const auto column = hn::Set(i, static_cast<std::int32_t>(c));
+    if constexpr (two_keys) {
+      return hn::ConcatLowerLower(i, hn::Add(column, hn::Set(i, 4)), column);
+    } else {
+      return column;
     }
   }
-
-  // Scores that are not q·k itself, in place; -inf where a row does not see the key.
-  static HWY_NOINLINE void make_scores(const Scoring& scoring, const TileLanes& rows, std::int64_t first,
-                                       float* s, std::int64_t cols) {
-    const Vec factor = of_rows(rows.factor + first), slope = of_rows(rows.slope + first);
-    const auto position = of_rows(rows.position + first);
-    const auto begin = of_rows(rows.begin + first), end = of_rows(rows.end + first);
-    const bool sloped = scoring.problem.alibi_slopes != nullptr;
-    over_keys(cols, [&](std::int64_t c, int /*i*/) HWY_ATTR {
-      const IntTag i;
-      auto column = hn::Set(i, static_cast<std::int32_t>(c));
-      if constexpr (two_keys) column = hn::ConcatLowerLower(i, hn::Add(column, hn::Set(i, 4)), column);
-      Vec x = load_rows(s, c);
-      x = scoring.capped ? hn::Mul(tanh(hn::Mul(x, set(scoring.cap_in))), set(scoring.cap_out))
-                         : hn::Mul(x, factor);
-      if (sloped) {
-        const Vec distance = hn::ConvertTo(FloatTag(), hn::Abs(hn::Sub(position, column)));
-        x = hn::NegMulAdd(slope, distance, x);
-      }
-      const auto hidden = hn::Or(hn::Lt(column, begin), hn::Not(hn::Lt(column, end)));
-      store_rows(hn::IfThenElse(hn::RebindMask(FloatTag(), hidden), set(-infinity), x), s, c);
-    });
-  }
-
-  // Of `cols` columns, a multiple of 32, and `lanes` rows from s on. max and sum move on. Two lines of `next`
-  // are called for with each vector, twice.
-  static HWY_INLINE void run(float* s, std::int64_t cols, Vec scale, Element* p, float* max, float* sum,
-                             float* alpha, Next& next) {
-    Vec most[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
-    // Max returns its second operand where the first is NaN: the maximum is none, its exponential is.
-    over_keys(cols, [&](std::int64_t c, int i) HWY_ATTR {
-      next.fetch_run<2>();
-      most[i] = hn::Max(load_rows(s, c), most[i]);
-    });
-    Vec largest = hn::Max(hn::Max(most[0], most[1]), hn::Max(most[2], most[3]));
-    if constexpr (two_keys) largest = hn::Max(largest, other_key(largest));
-    const Vec before = of_rows(max);
-    largest = hn::Max(largest, before);
-    // A row that has seen nothing but -inf keeps p = 2^-inf = 0 instead of NaN.
-    const Vec zero = set(0.0f);
-    const Vec base = hn::IfThenElse(hn::Eq(largest, set(-infinity)), zero, largest);
-    Vec shift = hn::Mul(base, scale), exponent = hn::Sub(hn::Mul(before, scale), shift);
-    const auto near = hn::Le(hn::Abs(shift), set(most_rounded));
-    if (!hn::AllTrue(FloatTag(), near)) {
-      const Vec less = hn::IfThenElse(near, zero, base);
-      over_keys(cols, [&](std::int64_t c, int /*i*/)
-                          HWY_ATTR { store_rows(hn::Sub(load_rows(s, c), less), s, c); });
-      exponent = hn::IfThenElse(near, exponent, hn::Mul(hn::Sub(before, base), scale));
-      shift = hn::IfThenElse(near, shift, zero);
+  template <class Combine>
+  static HWY_INLINE Vec across_keys(Vec x, const Combine& combine) {
+    if constexpr (two_keys) {
+      return combine(x, hn::ConcatLowerUpper(FloatTag(), x, x));
+    } else {
+      return x;
     }
-    const Vec shrink = hn::IfThenElse(hn::Eq(before, largest), set(1.0f), exp2(exponent));
-    Vec total[2] = {zero, zero};
-    const auto cells = [&](std::int64_t c) HWY_ATTR {
-      next.fetch_run<2>();
-      const Vec x = exp2<exp2_degree>(hn::MulSub(load_rows(s, c), scale, shift));
-      next.fetch_run<2>();
-      const Vec y = exp2<exp2_degree>(hn::MulSub(load_rows(s, c + pair_distance), scale, shift));
-      total[0] = hn::Add(total[0], x);
-      total[1] = hn::Add(total[1], y);
-      return pair_cells(x, y);
-    };
-    for (std::int64_t c = 0; c < cols; c += tile_depth)
-      store_cells([&](std::int64_t i) HWY_ATTR { return cells(c + i); }, p + c);
-    Vec all = hn::Add(total[0], total[1]);
-    if constexpr (two_keys) all = hn::Add(all, other_key(all));
-    all = hn::MulAdd(shrink, of_rows(sum), all);
-    keep_rows(largest, max);
-    keep_rows(all, sum);
-    keep_rows(shrink, alpha);
   }
-
- private:
   static HWY_INLINE void keep_rows(Vec x, float* to) {
     if constexpr (two_keys) {
       const hn::Half<FloatTag> half;
@@ -171,7 +82,27 @@ struct TileSoftmax {
       store(x, to);
     }
   }
-  // The cells of 16 pairs of keys, which cells(first) makes vector by vector, as rows of A.
+  template <class Body>
+  static HWY_INLINE void over_keys(std::int64_t cols, const Body& body) {
+    for (std::int64_t c = 0; c < cols; c += two_keys ? 8 : 4) {
+      HWY_UNROLL(4)
+      for (int i = 0; i < 4; ++i) body(c + i, i);
+    }
+  }
+  template <class Weigh>
+  static HWY_INLINE void store_weights(std::int64_t cols, Element* p, const Weigh& weigh) {
+    for (std::int64_t c = 0; c < cols; c += tile_depth) {
+      store_cells(
+          [&](std::int64_t i) HWY_ATTR {
+            const Vec x = weigh(c + i, 0);
+            return pair_cells(x, weigh(c + i + pair_distance, 1));
+          },
+          p + c);
+    }
+  }
+
+ private:
+  // The cells of 16 pairs of keys, which make(first) makes vector by vector, as rows of A.
   template <class MakeCells>
   static HWY_INLINE void store_cells(const MakeCells& make, Element* p) {
     const UintTag u;
@@ -234,17 +165,10 @@ class TileProducts::State {
   State& operator=(const State&) = delete;
 
   void start_rows(std::int64_t h, const float* row_max, const float* row_sum) {
-    for (std::int64_t r = 0; r < tile_rows; ++r) {
-      max_[h][r] = r < rows_ ? row_max[r] : 0.0f;
-      sum_[h][r] = r < rows_ ? sum_of(load(row_sum + r * lanes)) : 0.0f;
-    }
+    state_.start(h, rows_, row_max, row_sum);
   }
   void finish_rows(std::int64_t h, float* row_max, float* row_sum) const {
-    for (std::int64_t r = 0; r < rows_; ++r) {
-      row_max[r] = max_[h][r];
-      zero_row(row_sum + r * lanes, lanes);
-      row_sum[r * lanes] = sum_[h][r];
-    }
+    state_.finish(h, rows_, row_max, row_sum);
   }
 
   // The block's first `keys` keys, for all heads.
@@ -352,7 +276,7 @@ class TileProducts::State {
  private:
   static constexpr std::int64_t most_keys = col_align;      // of a block
   static constexpr std::int64_t pass_cols = 2 * tile_cols;  // of o at once
-  static constexpr std::int64_t p_ld = TileSoftmax<tile_rows>::p_ld;
+  static constexpr std::int64_t p_ld = TileLayout<tile_rows>::p_ld;
 
   struct Waiting {  // o += p v; whether with the block's first keys, and its last
     const Element *p = nullptr, *v = nullptr;
@@ -364,8 +288,7 @@ class TileProducts::State {
   std::int64_t rows_, keys_ = 0, dim_ = 0, dim_v_ = 0;
   const void *const *k_rows_ = nullptr, *const *v_rows_ = nullptr;
   std::int64_t stride_[most_keys / tile_rows] = {};  // of 16 keys at an even distance; else 0
-  alignas(64) float max_[most_heads][tile_rows];
-  alignas(64) float sum_[most_heads][tile_rows];
+  LaneState<most_heads> state_;
   alignas(64) float s_[2][most_keys * tile_cols];
   alignas(64) Element packed_[2][tile_depth * pass_cols];
   Waiting waiting_;
@@ -390,24 +313,9 @@ class TileProducts::State {
   template <std::int64_t width>
   HWY_INLINE void softmax_as(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
                              std::int64_t key, Range cols, float* s, Next& next) {
-    using Softmax = TileSoftmax<width>;
-    const Range all = task.mask.keys_of_all({task.query(rows.begin), task.query(rows.end - 1) + 1});
-    const bool plain = task.problem.alibi_slopes == nullptr && task.first.raw() && all.begin <= key &&
-                       all.end >= key + cols.end;
     alignas(64) float alpha[tile_rows];
-    auto* p = reinterpret_cast<Element*>(few.s);
-    const auto part = [&](std::int64_t i, Vec scale) HWY_ATTR {
-      Softmax::run(s + i, cols.end, scale, p + i * p_ld, max_[h] + i, sum_[h] + i, alpha + i, next);
-    };
-    if (plain) {
-      for (std::int64_t i = 0; i < width; i += lanes) part(i, set(task.first.scale));
-    } else {
-      const TileLanes of(task, rows, key, cols);
-      for (std::int64_t i = 0; i < width; i += lanes) {
-        Softmax::make_scores(task.first, of, i, s + i, cols.end);
-        part(i, Softmax::of_rows(of.exponent + i));
-      }
-    }
+    LaneSoftmax<TileLayout<width>>::run(task, rows, key, cols, width, s, reinterpret_cast<Element*>(few.s),
+                                        state_.max[h], state_.sum[h], alpha, next);
     for (std::int64_t r = 0; r < rows_; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, alpha[r]);
   }
 

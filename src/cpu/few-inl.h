@@ -67,10 +67,8 @@ struct DotProducts {
   static constexpr bool by_block = false;
   using State = FloatProducts<float>::State;
   static std::int64_t q_rows(std::int64_t rows) { return rows; }
-  static std::int64_t passes_of_scores(std::int64_t rows) {
-    return in_quads(rows) ? (rows + 7) / 8 : (rows + stream_rows - 1) / stream_rows;
-  }
-  static std::int64_t passes_of_values(std::int64_t rows) { return (rows + stream_rows - 1) / stream_rows; }
+  static std::int64_t passes_of_scores(std::int64_t rows) { return (rows + stream_rows - 1) / stream_rows; }
+  static std::int64_t passes_of_values(std::int64_t rows) { return passes_of_scores(rows); }
   static HWY_INLINE void load_queries(const TaskRows& task, const Few& few) {
     const std::int64_t dim = task.problem.head_dim, rounded = round_up(dim, lanes);
     for (std::int64_t r = 0; r < few.rows; ++r) {
@@ -79,24 +77,9 @@ struct DotProducts {
       round_row(row, rounded);
       zero_row(cells(row) + rounded, round_up(dim, cell_step) - rounded);
     }
-#if HWY_CAP_GE512
-    if (in_quads(few.rows)) make_quads(cells(few.q), 2 * few.q_ld, few.rows, dim);
-#endif
   }
   static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
                                 std::int64_t keys, std::int64_t dim, Next& next) {
-#if HWY_CAP_GE512
-    const auto quads = [&](std::int64_t r, auto count) HWY_ATTR {
-      quad_scores<count>(cells(few.q) + r * quad_ld(dim), k_rows, offset, keys, dim, few.s + r * few.s_ld,
-                         few.s_ld, few.rows - r, next);
-    };
-    if (in_quads(few.rows)) {
-      std::int64_t r = 0;
-      for (; r + 4 < few.rows; r += 8) quads(r, std::integral_constant<int, 2>());
-      if (r < few.rows) quads(r, std::integral_constant<int, 1>());
-      return;
-    }
-#endif
     over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
       dot_scores<count>(cells(few.q + r * few.q_ld), 2 * few.q_ld, k_rows, offset, keys, dim,
                         few.s + r * few.s_ld, few.s_ld, next);
@@ -110,14 +93,13 @@ struct DotProducts {
   static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
                                 std::int64_t keys, std::int64_t dim, Next& next) {
     over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
-      dot_values<count>(cells(few.s + r * few.s_ld), 2 * few.s_ld, v_rows, offset, keys, dim,
+      dot_values<count>(RowCells{cells(few.s + r * few.s_ld), 2 * few.s_ld}, v_rows, offset, keys, dim,
                         few.o + r * few.o_ld, few.o_ld, next);
     });
   }
   static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
 
  private:
-  static bool in_quads(std::int64_t rows) { return HWY_CAP_GE512 && rows >= 4; }
   static HWY_INLINE bfloat16* cells(float* row) { return reinterpret_cast<bfloat16*>(row); }
 };
 

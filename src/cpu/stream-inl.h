@@ -14,7 +14,7 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 // Rows at once, by keys or by vectors of values: accumulators and operands fit the 16 registers of AVX2, and
 // are chains enough to keep two multiply-adds a cycle going. A sum's order is the same in any of them.
-constexpr int stream_rows = 4, stream_keys = 8;  // of quads; else at most 4
+constexpr int stream_rows = 4, stream_keys = 8;  // of quads (few-quads-inl.h); else at most 4
 constexpr int stream_width(int rows) { return HWY_CAP_GE512 || HWY_ARCH_ARM || rows <= 2 ? 4 : 3; }
 
 // A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
@@ -74,9 +74,8 @@ HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t 
 }
 
 // Rows that will be wanted next, called for line by line between the products: all at once they would hold up
-// everything else. Some CPUs drop what is too much (NOTES.md): there, with AVX-512, a line is called for
-// again, up to `again` bytes later, as far as the rows lie one after another. Where there is much to do for
-// each line (many rows of q), little is dropped, and asking again costs more than it brings.
+// everything else. Some CPUs forget what is too much (features.h): there, with AVX-512, a line is called for
+// again, up to `again` bytes later, as far as the rows lie one after another.
 struct Next {
 #if HWY_CAP_GE512 && !defined(TESSERA_CPU_AMX)
   static constexpr std::ptrdiff_t again = 48 * 64;
@@ -89,48 +88,76 @@ struct Next {
   const char* line = nullptr;
   const char* end = nullptr;
   int pace = 1, wait = 1;  // one call of `pace` fetches, the others wait
-  bool insists = false;
+  Prefetches habit = Prefetches::kept;
 
   Next() = default;
   // For q_rows rows of q, in `passes` passes over the lines.
   Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes, std::int64_t q_rows,
        std::int64_t passes)
-      : rows(list),
-        count(row_count),
-        bytes(row_bytes),
-        pace(static_cast<int>(passes)),
-        insists(again > 0 && q_rows <= stream_rows && drops_prefetches()) {}
+      : rows(list), count(row_count), bytes(row_bytes), pace(static_cast<int>(passes)) {
+    if constexpr (again > 0) habit = prefetches();
+    // Zen 4: where there is much to do for each line little is forgotten, and to ask again costs more than it
+    // brings.
+    if (habit == Prefetches::forgotten && q_rows > stream_rows) habit = Prefetches::kept;
+  }
 
   HWY_INLINE void fetch(int lines) {
-    if (--wait > 0) return;
-    wait = pace;
-    for (int i = 0; i < lines; ++i) {
-      if (line >= end) {
-        if (count == 0) return;
-        line = static_cast<const char*>(*rows++);
-        if (line != end) begin = line;
-        end = line + bytes;
-        --count;
-      }
-      __builtin_prefetch(line, 0, 2);
-      if (insists) {
-        const std::ptrdiff_t back = std::min(line - begin, again);
-        __builtin_prefetch(line - back, 0, 2);
-        __builtin_prefetch(line - (back >> 2), 0, 2);
-      }
-      line += 64;
-    }
+    if (!turn()) return;
+    for (int i = 0; i < lines && more(); ++i) call<1>();
   }
-  // The same where every line is called for once and in one pass, in fewer instructions.
+  // The same in fewer instructions: a row may end before the last of the lines does. Where nothing is called
+  // for again, it is for one pass.
   template <int lines>
   HWY_INLINE void fetch_run() {
-    if (end - line < 64 * lines) return fetch(lines);
-    HWY_UNROLL(8)
-    for (int i = 0; i < lines; ++i) __builtin_prefetch(line + 64 * i, 0, 2);
-    line += 64 * lines;
+    if constexpr (again > 0) {
+      if (pace > 1 && !turn()) return;
+    }
+    if (more()) call<lines>();
   }
   void fetch_all() {
-    while (count > 0 || line < end) fetch(1);
+    while (more()) call<1>();
+  }
+
+ private:
+  HWY_INLINE bool turn() {
+    if (--wait > 0) return false;
+    wait = pace;
+    return true;
+  }
+  HWY_INLINE bool more() {
+    while (line >= end) {
+      if (count == 0) return false;
+      const auto* row = static_cast<const char*>(*rows++);
+      --count;
+      if (row != end) begin = line = row;
+      end = row + bytes;
+    }
+    return true;
+  }
+  template <int lines>
+  HWY_INLINE void call() {
+    if (again > 0 && habit == Prefetches::forgotten_often) {
+      const std::ptrdiff_t back = std::min(line - begin, again);
+      prefetch<lines, 3>(line);
+      prefetch<lines, 3>(line - back);
+      prefetch<lines, 3>(line - (back >> 1));
+      prefetch<lines, 3>(line - (back >> 2));
+    } else {
+      prefetch<lines, 2>(line);
+      if (again > 0 && habit == Prefetches::forgotten) {
+        const std::ptrdiff_t back = std::min(line - begin, again);
+        prefetch<lines, 2>(line - back);
+        prefetch<lines, 2>(line - (back >> 2));
+      }
+    }
+    line += 64 * lines;
+  }
+  // Into the second-level cache, or into the first (3).
+  template <int lines, int locality>
+  static HWY_INLINE void prefetch(const char* from) {
+    __asm__("" : "+r"(from));  // one register: the compiler would work out each line's address by itself
+    HWY_UNROLL(8)
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(from + 64 * i, 0, locality);
   }
 };
 

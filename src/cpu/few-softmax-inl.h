@@ -1,0 +1,161 @@
+// The softmax of one head's block of keys in vectors whose lanes are rows, those of one key or of several:
+// nothing is summed across the lanes of a row's keys but once a block. A layout says where a vector's rows
+// and keys lie, and what the weights p become:
+//
+//   rows                           of a vector
+//   s_ld, p_ld                     from a row's scores and weights to those of the next
+//   load_rows, store_rows(s, c)    the vector whose first key is c
+//   over_keys(cols, body)          body(c, i) for all vectors of `cols` columns, i from 0 to 3 in turn
+//   columns(c)                     which key each lane has
+//   of_rows(x), keep_rows(x, to)   the rows' own numbers in all their lanes, and back
+//   across_keys(x, combine)        combined with a row's other lanes
+//   store_weights(cols, p, weigh)  p, of vectors that weigh(c, 0 or 1) makes: two sums add them up in turn
+//   called_with_maxima             whether lines are called for with the maxima, too
+#pragma once
+
+#include "cpu/few-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tessera::cpu::TESSERA_CPU_KERNEL {
+
+constexpr std::int64_t lane_rows = 16;  // that stream, at most
+
+// What is known of each row: what scores are made of, and which columns are seen.
+struct RowLanes {
+  alignas(64) float exponent[lane_rows] = {};  // scores to units of log2 e
+  alignas(64) float factor[lane_rows] = {};    // q·k to scores
+  alignas(64) float slope[lane_rows] = {};
+  alignas(64) std::int32_t position[lane_rows] = {};  // where ALiBi's distance is 0
+  alignas(64) std::int32_t begin[lane_rows] = {}, end[lane_rows] = {};
+
+  RowLanes(const TaskRows& task, Range rows, std::int64_t key, Range cols) {
+    Scoring other = task.first;
+    for (std::int64_t r = 0; r < rows.size(); ++r) {
+      const std::int64_t row = rows.begin + r;
+      const Scoring& scoring = task.scoring(row, other);
+      const RowPiece piece(task.query(row), key, cols, task.keys_of_row(row));
+      exponent[r] = scoring.exponent_scale();
+      factor[r] = scoring.raw() ? 1.0f : scoring.scale;
+      slope[r] = scoring.slope;
+      position[r] = static_cast<std::int32_t>(piece.row + scoring.diagonal - key);
+      begin[r] = static_cast<std::int32_t>(piece.visible.begin);
+      end[r] = static_cast<std::int32_t>(piece.visible.end);
+    }
+  }
+};
+
+template <class Layout>
+struct LaneSoftmax {
+  // From s to p, of the first `count` rows, of which some may not be there. max and sum move on, alpha is
+  // what o must shrink by.
+  template <class P>
+  static HWY_INLINE void run(const TaskRows& task, Range rows, std::int64_t key, Range cols,
+                             std::int64_t count, float* s, P* p, float* max, float* sum, float* alpha,
+                             Next& next) {
+    const Range all = task.mask.keys_of_all({task.query(rows.begin), task.query(rows.end - 1) + 1});
+    const bool plain = task.problem.alibi_slopes == nullptr && task.first.raw() && all.begin <= key &&
+                       all.end >= key + cols.end;
+    const auto part = [&](std::int64_t i, Vec scale) HWY_ATTR {
+      weigh_rows(s + i * Layout::s_ld, cols.end, scale, p + i * Layout::p_ld, max + i, sum + i, alpha + i,
+                 next);
+    };
+    if (plain) {
+      for (std::int64_t i = 0; i < count; i += Layout::rows) part(i, set(task.first.scale));
+    } else {
+      const RowLanes of(task, rows, key, cols);
+      for (std::int64_t i = 0; i < count; i += Layout::rows) {
+        make_scores(task.first, of, i, s + i * Layout::s_ld, cols.end);
+        part(i, Layout::of_rows(of.exponent + i));
+      }
+    }
+  }
+
+ private:
+  // Scores that are not q·k itself, in place; -inf where a row does not see the key.
+  static HWY_NOINLINE void make_scores(const Scoring& scoring, const RowLanes& rows, std::int64_t first,
+                                       float* s, std::int64_t cols) {
+    const Vec factor = Layout::of_rows(rows.factor + first), slope = Layout::of_rows(rows.slope + first);
+    const auto position = Layout::of_rows(rows.position + first);
+    const auto begin = Layout::of_rows(rows.begin + first), end = Layout::of_rows(rows.end + first);
+    const bool sloped = scoring.problem.alibi_slopes != nullptr;
+    Layout::over_keys(cols, [&](std::int64_t c, int /*i*/) HWY_ATTR {
+      const auto column = Layout::columns(c);
+      Vec x = Layout::load_rows(s, c);
+      x = scoring.capped ? hn::Mul(tanh(hn::Mul(x, set(scoring.cap_in))), set(scoring.cap_out))
+                         : hn::Mul(x, factor);
+      if (sloped) {
+        const Vec distance = hn::ConvertTo(FloatTag(), hn::Abs(hn::Sub(position, column)));
+        x = hn::NegMulAdd(slope, distance, x);
+      }
+      const auto hidden = hn::Or(hn::Lt(column, begin), hn::Not(hn::Lt(column, end)));
+      Layout::store_rows(hn::IfThenElse(hn::RebindMask(FloatTag(), hidden), set(-infinity), x), s, c);
+    });
+  }
+
+  // Of one vector's rows. Two lines of `next` are called for with each vector.
+  template <class P>
+  static HWY_INLINE void weigh_rows(float* s, std::int64_t cols, Vec scale, P* p, float* max, float* sum,
+                                    float* alpha, Next& next) {
+    Vec most[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
+    // Max returns its second operand where the first is NaN: the maximum is none, its exponential is.
+    Layout::over_keys(cols, [&](std::int64_t c, int i) HWY_ATTR {
+      if constexpr (Layout::called_with_maxima) next.fetch_run<2>();
+      most[i] = hn::Max(Layout::load_rows(s, c), most[i]);
+    });
+    Vec largest = hn::Max(hn::Max(most[0], most[1]), hn::Max(most[2], most[3]));
+    largest = Layout::across_keys(largest, [](Vec x, Vec y) HWY_ATTR { return hn::Max(x, y); });
+    const Vec before = Layout::of_rows(max);
+    largest = hn::Max(largest, before);
+    // A row that has seen nothing but -inf keeps p = 2^-inf = 0 instead of NaN.
+    const Vec zero = set(0.0f);
+    const Vec base = hn::IfThenElse(hn::Eq(largest, set(-infinity)), zero, largest);
+    Vec shift = hn::Mul(base, scale), exponent = hn::Sub(hn::Mul(before, scale), shift);
+    const auto near = hn::Le(hn::Abs(shift), set(most_rounded));
+    if (!hn::AllTrue(FloatTag(), near)) {
+      const Vec less = hn::IfThenElse(near, zero, base);
+      Layout::over_keys(cols, [&](std::int64_t c, int /*i*/) HWY_ATTR {
+        Layout::store_rows(hn::Sub(Layout::load_rows(s, c), less), s, c);
+      });
+      exponent = hn::IfThenElse(near, exponent, hn::Mul(hn::Sub(before, base), scale));
+      shift = hn::IfThenElse(near, shift, zero);
+    }
+    const Vec shrink = hn::IfThenElse(hn::Eq(before, largest), set(1.0f), exp2(exponent));
+    Vec total[2] = {zero, zero};
+    Layout::store_weights(cols, p, [&](std::int64_t c, int i) TESSERA_INLINE_LAMBDA {
+      next.fetch_run<2>();
+      const Vec x = exp2<exp2_degree>(hn::MulSub(Layout::load_rows(s, c), scale, shift));
+      total[i] = hn::Add(total[i], x);
+      return x;
+    });
+    Vec all = hn::Add(total[0], total[1]);
+    all = Layout::across_keys(all, [](Vec x, Vec y) HWY_ATTR { return hn::Add(x, y); });
+    all = hn::MulAdd(shrink, Layout::of_rows(sum), all);
+    Layout::keep_rows(largest, max);
+    Layout::keep_rows(all, sum);
+    Layout::keep_rows(shrink, alpha);
+  }
+};
+
+// The state of all rows of a task, head by head, row by row.
+template <std::int64_t most_heads>
+struct LaneState {
+  alignas(64) float max[most_heads][lane_rows];
+  alignas(64) float sum[most_heads][lane_rows];
+
+  void start(std::int64_t h, std::int64_t rows, const float* row_max, const float* row_sum) {
+    for (std::int64_t r = 0; r < lane_rows; ++r) {
+      max[h][r] = r < rows ? row_max[r] : 0.0f;
+      sum[h][r] = r < rows ? sum_of(load(row_sum + r * lanes)) : 0.0f;
+    }
+  }
+  void finish(std::int64_t h, std::int64_t rows, float* row_max, float* row_sum) const {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      row_max[r] = max[h][r];
+      zero_row(row_sum + r * lanes, lanes);
+      row_sum[r * lanes] = sum[h][r];
+    }
+  }
+};
+
+}  // namespace tessera::cpu::TESSERA_CPU_KERNEL
+HWY_AFTER_NAMESPACE();
