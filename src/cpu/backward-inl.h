@@ -220,7 +220,8 @@ HWY_INLINE void gradient_row(const Scoring& scoring, const RowPiece& piece, cons
       x = hn::Sub(score<masked.value>(scoring, piece, x, c, scratch.bias, cap_slope), shift);
     }
     // At most 1, but for the rounding of lse: where scores are huge that is more than exponents can hold.
-    const Vec probability = exp2<exp2_degree>(hn::Min(set(1.0f), x));
+    // ds is rounded; dbias is a float, and adds up many.
+    const Vec probability = exp2 < of == Of::score ? 6 : exp2_degree > (hn::Min(set(1.0f), x));
     Vec y = load(dp + c), dropped = probability;
     if (dropping) {
       const Vec keep = hn::Mul(kept(scratch.random + (c - piece.live.begin), dropout.threshold), z);
