@@ -40,7 +40,7 @@ struct Cache {
   [[nodiscard]] std::vector<Span> spans() const {
     return {{k.data, bytes_of_tensor()}, {v.data, bytes_of_tensor()}};
   }
-  // The same memory page by page, in the order in which decode comes to them.
+  // The same memory page by page, in the order of the table.
   [[nodiscard]] std::vector<Span> spans_of_pages() const {
     const std::size_t bytes = bytes_of_tensor() / static_cast<std::size_t>(keys / page_size);
     const auto* order = static_cast<const std::int32_t*>(pages.data);
@@ -129,7 +129,7 @@ nlohmann::json measure_row(const Cache& cache, const Row& row, const DecodeBench
 
 const Table& row_table() {
   static const Table table({"dtype", "batch", "group", "seqlen", "cache      ", "   time", " GB/s",
-                            "plain read", "% of read", "of pages", "kernel    "});
+                            "plain read", "page read", "% of plain", "kernel    "});
   return table;
 }
 
@@ -138,9 +138,9 @@ void print_row(const nlohmann::json& row) {
   row_table().print_row({row["dtype"], integer("batch"), integer("group"), integer("seqlen"),
                          row["page_size"] == 0 ? "contiguous" : "pages of " + integer("page_size"),
                          seconds_text(row["seconds"]), fixed(row["gbytes_per_second"], 1),
-                         fixed(row["read_gbytes_per_second"], 1), fixed(row["percent_of_read"], 1),
+                         fixed(row["read_gbytes_per_second"], 1),
                          row["page_size"] == 0 ? "" : fixed(row["page_read_gbytes_per_second"], 1),
-                         row["kernel"]});
+                         fixed(row["percent_of_read"], 1), row["kernel"]});
 }
 
 }  // namespace

@@ -114,8 +114,8 @@ template <int rows, int steps, class P>
 HWY_NOINLINE void dot_columns(P p, const void* const* v_rows, std::int64_t offset, std::int64_t key_count,
                               std::int64_t c, std::int64_t left, float* HWY_RESTRICT acc_o, std::int64_t o_ld,
                               Next& next) {
-  // Lines at once: where there is little to do for a line, two come too fast (NOTES.md).
-  constexpr int pace = rows < stream_rows ? 1 : 2;
+  // Where there is little to do for a line, two at once are too many (NOTES.md).
+  constexpr int lines_at_once = rows < stream_rows ? 1 : 2;
   const hn::Repartition<std::uint16_t, UintTag> halves;
   Vec acc[rows][2 * steps];
   HWY_UNROLL(8)
@@ -127,10 +127,10 @@ HWY_NOINLINE void dot_columns(P p, const void* const* v_rows, std::int64_t offse
     Cells v[2 * steps];
     HWY_UNROLL(4)
     for (int n = 0; n < steps; ++n) {
-      next.fetch_run<pace>();
+      next.fetch_run<lines_at_once>();
       const bfloat16* first = static_cast<const bfloat16*>(v_rows[j]) + offset + c + n * cell_step;
       const auto x = hn::BitCast(halves, load_cells(first, steps > 1 ? cell_step : left));
-      if constexpr (pace == 1) next.fetch_run<1>();
+      if constexpr (lines_at_once == 1) next.fetch_run<1>();
       const auto y = hn::BitCast(halves, load_second(n));
       v[2 * n] = hn::BitCast(UintTag(), hn::InterleaveLower(halves, x, y));
       v[2 * n + 1] = hn::BitCast(UintTag(), hn::InterleaveUpper(halves, x, y));

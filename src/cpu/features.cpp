@@ -44,9 +44,7 @@ struct Features {
     const bool amd = cpuid(0, 0).ecx == 0x444D4163;  // "cAMD", the end of AuthenticAMD
     // Where the family's four bits are all set, eight more add to them: Zen 4 is 0x19, Zen 5 0x1A.
     const unsigned family = (basic.eax >> 8 & 0xF) + (basic.eax >> 20 & 0xFF);
-    prefetches = !amd             ? Prefetches::kept
-                 : family >= 0x1A ? Prefetches::forgotten_often
-                                  : Prefetches::forgotten;
+    prefetches = !amd ? Prefetches::ask_once : family >= 0x1A ? Prefetches::ask_often : Prefetches::ask_again;
     ssse3 = has(basic.ecx, 9);
     const bool fma = has(basic.ecx, 12), f16c = has(basic.ecx, 29),
                sse4 = has(basic.ecx, 19) && has(basic.ecx, 20);
@@ -95,7 +93,7 @@ std::string missing_for_baseline() { return features().ssse3 ? "" : "this CPU ha
 Prefetches prefetches() { return features().prefetches; }
 #else
 std::string missing_for_baseline() { return ""; }
-Prefetches prefetches() { return Prefetches::kept; }
+Prefetches prefetches() { return Prefetches::ask_once; }
 #endif
 
 }  // namespace tessera::cpu

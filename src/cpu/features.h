@@ -11,9 +11,10 @@ namespace tessera::cpu {
 [[nodiscard]] std::string missing_for_avx2();
 [[nodiscard]] std::string missing_for_baseline();
 
-// What becomes of prefetches that the CPU's buffers have no room for (NOTES.md): they wait, or they are
-// forgotten, as AMD's CPUs do. From Zen 5 on lines are best asked for often, and into the first level.
-enum class Prefetches { kept, forgotten, forgotten_often };
+// How lines are best asked for (NOTES.md). AMD's CPUs forget prefetches that their buffers have no room for:
+// up to Zen 4 lines are asked for again, where there is little to do for each; from Zen 5 on often and
+// always, into the first level.
+enum class Prefetches { ask_once, ask_again, ask_often };
 [[nodiscard]] Prefetches prefetches();
 
 }  // namespace tessera::cpu

@@ -26,7 +26,7 @@ template <std::int64_t width>
 struct TileLayout {
   static constexpr bool two_keys = lanes == 2 * width;
   static constexpr std::int64_t rows = two_keys ? width : lanes;
-  static constexpr std::int64_t s_ld = 1, p_ld = col_align;  // a block's keys
+  static constexpr std::int64_t s_ld = 1, p_ld = col_align;  // p_ld: a block's keys
   static constexpr bool called_with_maxima = true;
 
   static HWY_INLINE Vec load_rows(const float* s, std::int64_t c) {
@@ -155,30 +155,17 @@ struct TileProducts {
   class State;
 };
 
-// Of a task's thread: the rows' maxima and sums, and head by head the scores, and then the values, of a
-// block. The first four tiles have a row for each of q's.
-class TileProducts::State {
+// Head by head the scores, and then the values, of a block. The first four tiles have a row for each of q's.
+class TileProducts::State : public BlockState<TileProducts::most_heads> {
  public:
-  explicit State(std::int64_t rows) : rows_(rows) { tile::shape(rows); }
+  explicit State(std::int64_t rows) : BlockState(rows) { tile::shape(rows); }
   ~State() { tile::shape(tile_rows); }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  void start_rows(std::int64_t h, const float* row_max, const float* row_sum) {
-    state_.start(h, rows_, row_max, row_sum);
-  }
-  void finish_rows(std::int64_t h, float* row_max, float* row_sum) const {
-    state_.finish(h, rows_, row_max, row_sum);
-  }
-
-  // The block's first `keys` keys, for all heads.
   HWY_INLINE void start_block(const void* const* k_rows, const void* const* v_rows, std::int64_t keys,
                               std::int64_t dim, std::int64_t dim_v) {
-    k_rows_ = k_rows;
-    v_rows_ = v_rows;
-    keys_ = keys;
-    dim_ = dim;
-    dim_v_ = dim_v;
+    BlockState::start_block(k_rows, v_rows, keys, dim, dim_v);
     for (std::int64_t j = 0; j < most_keys; j += tile_rows)
       stride_[j / tile_rows] = keys - j >= tile_rows && dim % tile_depth == 0 ? stride(k_rows + j) : 0;
   }
@@ -221,14 +208,12 @@ class TileProducts::State {
     }
   }
 
-  // From sᵀ to p, in the place of few.s, and o scaled by what it makes of the maxima. p takes half the room
-  // of s: rows of p that are not there have theirs, too.
   HWY_NOINLINE void softmax(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
                             std::int64_t key, Range cols, Next& next) {
     if (rows_ <= tile_rows / 2) {
-      softmax_as<tile_rows / 2>(task, few, h, rows, key, cols, s_[h % 2], next);
+      softmax_as<TileLayout<tile_rows / 2>>(task, few, h, rows, key, cols, tile_rows / 2, s_[h % 2], next);
     } else {
-      softmax_as<tile_rows>(task, few, h, rows, key, cols, s_[h % 2], next);
+      softmax_as<TileLayout<tile_rows>>(task, few, h, rows, key, cols, tile_rows, s_[h % 2], next);
     }
   }
 
@@ -285,10 +270,7 @@ class TileProducts::State {
     bool first = false, last = false;
   };
 
-  std::int64_t rows_, keys_ = 0, dim_ = 0, dim_v_ = 0;
-  const void *const *k_rows_ = nullptr, *const *v_rows_ = nullptr;
   std::int64_t stride_[most_keys / tile_rows] = {};  // of 16 keys at an even distance; else 0
-  LaneState<most_heads> state_;
   alignas(64) float s_[2][most_keys * tile_cols];
   alignas(64) Element packed_[2][tile_depth * pass_cols];
   Waiting waiting_;
@@ -308,15 +290,6 @@ class TileProducts::State {
       if (there > 0) copy_row(static_cast<const Element*>(rows[r]) + offset, there, to);
       zero_row(to + there, ld - there);
     }
-  }
-
-  template <std::int64_t width>
-  HWY_INLINE void softmax_as(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
-                             std::int64_t key, Range cols, float* s, Next& next) {
-    alignas(64) float alpha[tile_rows];
-    LaneSoftmax<TileLayout<width>>::run(task, rows, key, cols, width, s, reinterpret_cast<Element*>(few.s),
-                                        state_.max[h], state_.sum[h], alpha, next);
-    for (std::int64_t r = 0; r < rows_; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, alpha[r]);
   }
 
   // 32 columns of 32 keys as tiles of B: keys j and j + 16 side by side in a cell, as p has them, and the

@@ -59,16 +59,17 @@ struct FloatProducts {
   static HWY_INLINE void after_values(float* /*row*/, std::int64_t /*dim*/) {}
 };
 
-// The same with dot products: q and p are bfloat16, in the place of the floats.
+// The same with dot products, of fewer than four rows: q and p are bfloat16, in the place of the floats.
 struct DotProducts {
   // In the place of s, of which a pair of vectors must have been read before one of p is stored there: where
   // it is four vectors instead (the emulation of AMX), p is rounded afterwards.
   using P = std::conditional_t<pair_distance == lanes, DotCell, float>;
   static constexpr bool by_block = false;
+  static constexpr int most_rows = 3;
   using State = FloatProducts<float>::State;
   static std::int64_t q_rows(std::int64_t rows) { return rows; }
-  static std::int64_t passes_of_scores(std::int64_t rows) { return (rows + stream_rows - 1) / stream_rows; }
-  static std::int64_t passes_of_values(std::int64_t rows) { return passes_of_scores(rows); }
+  static std::int64_t passes_of_scores(std::int64_t /*rows*/) { return 1; }
+  static std::int64_t passes_of_values(std::int64_t /*rows*/) { return 1; }
   static HWY_INLINE void load_queries(const TaskRows& task, const Few& few) {
     const std::int64_t dim = task.problem.head_dim, rounded = round_up(dim, lanes);
     for (std::int64_t r = 0; r < few.rows; ++r) {
@@ -80,7 +81,7 @@ struct DotProducts {
   }
   static HWY_INLINE void scores(const Few& few, const void* const* k_rows, std::int64_t offset,
                                 std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
+    over_few_rows<most_rows>(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
       dot_scores<count>(cells(few.q + r * few.q_ld), 2 * few.q_ld, k_rows, offset, keys, dim,
                         few.s + r * few.s_ld, few.s_ld, next);
     });
@@ -92,7 +93,7 @@ struct DotProducts {
   }
   static HWY_INLINE void values(const Few& few, const void* const* v_rows, std::int64_t offset,
                                 std::int64_t keys, std::int64_t dim, Next& next) {
-    over_few_rows(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
+    over_few_rows<most_rows>(few.rows, [&](std::int64_t r, auto count) HWY_ATTR {
       dot_values<count>(RowCells{cells(few.s + r * few.s_ld), 2 * few.s_ld}, v_rows, offset, keys, dim,
                         few.o + r * few.o_ld, few.o_ld, next);
     });

@@ -1,5 +1,5 @@
 // The rows of one key head that stream (few-inl.h), four at a time, in dot products of AVX-512. A quad is
-// four rows: a vector of q holds 16 bytes of each, and so do the vectors of s and p, four keys of each row.
+// four rows: a vector of q holds 16 bytes of each, one of s four keys of each, and so does p.
 //
 //   s (4 rows x 4 keys) = q kᵀ     16 bytes of a key, four times in a vector: every block of lanes sums one
 //                                  row, and four keys' blocks are folded at once, a quarter of the shuffles
@@ -160,25 +160,9 @@ struct QuadProducts {
   class State;
 };
 
-class QuadProducts::State {
+class QuadProducts::State : public BlockState<QuadProducts::most_heads> {
  public:
-  explicit State(std::int64_t rows) : rows_(rows) {}
-
-  void start_rows(std::int64_t h, const float* row_max, const float* row_sum) {
-    state_.start(h, rows_, row_max, row_sum);
-  }
-  void finish_rows(std::int64_t h, float* row_max, float* row_sum) const {
-    state_.finish(h, rows_, row_max, row_sum);
-  }
-  // The block's first `keys` keys, for all heads.
-  void start_block(const void* const* k_rows, const void* const* v_rows, std::int64_t keys, std::int64_t dim,
-                   std::int64_t dim_v) {
-    k_rows_ = k_rows;
-    v_rows_ = v_rows;
-    keys_ = keys;
-    dim_ = dim;
-    dim_v_ = dim_v;
-  }
+  using BlockState::BlockState;
 
   void scores(const Few& few, std::int64_t h, std::int64_t offset, Next& next) {
     const auto* q = reinterpret_cast<const bfloat16*>(few.q);
@@ -191,30 +175,22 @@ class QuadProducts::State {
     if (r < rows_) quads(r, std::integral_constant<int, 1>());
   }
 
-  // From s to p, in the place of few.s, and o scaled by what it makes of the maxima.
   HWY_NOINLINE void softmax(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
                             std::int64_t key, Range cols, Next& next) {
-    alignas(64) float alpha[lane_rows];
-    LaneSoftmax<QuadLayout>::run(task, rows, key, cols, rows_, s_[h % 2], weights(few), state_.max[h],
-                                 state_.sum[h], alpha, next);
-    for (std::int64_t r = 0; r < rows_; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, alpha[r]);
+    softmax_as<QuadLayout>(task, few, h, rows, key, cols, rows_, s_[h % 2], next);
   }
 
   void values(const Few& few, std::int64_t offset, Next& next) {
     over_few_rows<8>(rows_, [&](std::int64_t r, auto count) HWY_ATTR {
-      dot_values<count>(QuadCells{weights(few) + r * QuadLayout::p_ld}, v_rows_, offset, keys_, dim_v_,
+      const auto* p = reinterpret_cast<const bfloat16*>(few.s);
+      dot_values<count>(QuadCells{p + r * QuadLayout::p_ld}, v_rows_, offset, keys_, dim_v_,
                         few.o + r * few.o_ld, few.o_ld, next);
     });
   }
   void finish_values() {}
 
  private:
-  std::int64_t rows_, keys_ = 0, dim_ = 0, dim_v_ = 0;
-  const void *const *k_rows_ = nullptr, *const *v_rows_ = nullptr;
-  LaneState<most_heads> state_;
   alignas(64) float s_[2][lane_rows * QuadLayout::s_ld] = {};
-
-  static HWY_INLINE bfloat16* weights(const Few& few) { return reinterpret_cast<bfloat16*>(few.s); }
 };
 
 }  // namespace tessera::cpu::TESSERA_CPU_KERNEL

@@ -3,8 +3,8 @@
 // and keys lie, and what the weights p become:
 //
 //   rows                           of a vector
-//   s_ld, p_ld                     from a row's scores and weights to those of the next
-//   load_rows, store_rows(s, c)    the vector whose first key is c
+//   s_ld, p_ld                     `rows` of them are from a vector's rows to the next ones, in s and in p
+//   load_rows, store_rows(…, s, c) the vector whose first key is c
 //   over_keys(cols, body)          body(c, i) for all vectors of `cols` columns, i from 0 to 3 in turn
 //   columns(c)                     which key each lane has
 //   of_rows(x), keep_rows(x, to)   the rows' own numbers in all their lanes, and back
@@ -48,9 +48,8 @@ template <class Layout>
 struct LaneSoftmax {
   // From s to p, of the first `count` rows, of which some may not be there. max and sum move on, alpha is
   // what o must shrink by.
-  template <class P>
   static HWY_INLINE void run(const TaskRows& task, Range rows, std::int64_t key, Range cols,
-                             std::int64_t count, float* s, P* p, float* max, float* sum, float* alpha,
+                             std::int64_t count, float* s, bfloat16* p, float* max, float* sum, float* alpha,
                              Next& next) {
     const Range all = task.mask.keys_of_all({task.query(rows.begin), task.query(rows.end - 1) + 1});
     const bool plain = task.problem.alibi_slopes == nullptr && task.first.raw() && all.begin <= key &&
@@ -92,10 +91,10 @@ struct LaneSoftmax {
     });
   }
 
-  // Of one vector's rows. Two lines of `next` are called for with each vector.
-  template <class P>
-  static HWY_INLINE void weigh_rows(float* s, std::int64_t cols, Vec scale, P* p, float* max, float* sum,
-                                    float* alpha, Next& next) {
+  // Of one vector's rows. Two lines of `next` are called for with each vector, with the maxima perhaps two
+  // more.
+  static HWY_INLINE void weigh_rows(float* s, std::int64_t cols, Vec scale, bfloat16* p, float* max,
+                                    float* sum, float* alpha, Next& next) {
     Vec most[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
     // Max returns its second operand where the first is NaN: the maximum is none, its exponential is.
     Layout::over_keys(cols, [&](std::int64_t c, int i) HWY_ATTR {
@@ -136,25 +135,54 @@ struct LaneSoftmax {
   }
 };
 
-// The state of all rows of a task, head by head, row by row.
+// Of a task's thread, for products that work block by block: the rows' maxima and sums, and where a block
+// lies.
 template <std::int64_t most_heads>
-struct LaneState {
-  alignas(64) float max[most_heads][lane_rows];
-  alignas(64) float sum[most_heads][lane_rows];
+class BlockState {
+ public:
+  explicit BlockState(std::int64_t rows) : rows_(rows) {}
 
-  void start(std::int64_t h, std::int64_t rows, const float* row_max, const float* row_sum) {
+  void start_rows(std::int64_t h, const float* row_max, const float* row_sum) {
     for (std::int64_t r = 0; r < lane_rows; ++r) {
-      max[h][r] = r < rows ? row_max[r] : 0.0f;
-      sum[h][r] = r < rows ? sum_of(load(row_sum + r * lanes)) : 0.0f;
+      max_[h][r] = r < rows_ ? row_max[r] : 0.0f;
+      sum_[h][r] = r < rows_ ? sum_of(load(row_sum + r * lanes)) : 0.0f;
     }
   }
-  void finish(std::int64_t h, std::int64_t rows, float* row_max, float* row_sum) const {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      row_max[r] = max[h][r];
+  void finish_rows(std::int64_t h, float* row_max, float* row_sum) const {
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      row_max[r] = max_[h][r];
       zero_row(row_sum + r * lanes, lanes);
-      row_sum[r * lanes] = sum[h][r];
+      row_sum[r * lanes] = sum_[h][r];
     }
   }
+  // The block's first `keys` keys, for all heads.
+  HWY_INLINE void start_block(const void* const* k_rows, const void* const* v_rows, std::int64_t keys,
+                              std::int64_t dim, std::int64_t dim_v) {
+    k_rows_ = k_rows;
+    v_rows_ = v_rows;
+    keys_ = keys;
+    dim_ = dim;
+    dim_v_ = dim_v;
+  }
+
+ protected:
+  std::int64_t rows_, keys_ = 0, dim_ = 0, dim_v_ = 0;
+  const void *const *k_rows_ = nullptr, *const *v_rows_ = nullptr;
+
+  // From s to p, in the place of few.s, and o scaled by what it makes of the maxima. p takes half the room
+  // of s: rows of p that are not there have theirs, too.
+  template <class Layout>
+  HWY_INLINE void softmax_as(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
+                             std::int64_t key, Range cols, std::int64_t count, float* s, Next& next) {
+    alignas(64) float alpha[lane_rows];
+    LaneSoftmax<Layout>::run(task, rows, key, cols, count, s, reinterpret_cast<bfloat16*>(few.s), max_[h],
+                             sum_[h], alpha, next);
+    for (std::int64_t r = 0; r < rows_; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, alpha[r]);
+  }
+
+ private:
+  alignas(64) float max_[most_heads][lane_rows];
+  alignas(64) float sum_[most_heads][lane_rows];
 };
 
 }  // namespace tessera::cpu::TESSERA_CPU_KERNEL

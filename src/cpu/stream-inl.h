@@ -88,31 +88,34 @@ struct Next {
   const char* line = nullptr;
   const char* end = nullptr;
   int pace = 1, wait = 1;  // one call of `pace` fetches, the others wait
-  Prefetches habit = Prefetches::kept;
+  Prefetches asks = Prefetches::ask_once;
 
   Next() = default;
   // For q_rows rows of q, in `passes` passes over the lines.
   Next(const void* const* list, std::int64_t row_count, std::int64_t row_bytes, std::int64_t q_rows,
        std::int64_t passes)
       : rows(list), count(row_count), bytes(row_bytes), pace(static_cast<int>(passes)) {
-    if constexpr (again > 0) habit = prefetches();
+    if constexpr (again > 0) asks = prefetches();
     // Zen 4: where there is much to do for each line little is forgotten, and to ask again costs more than it
     // brings.
-    if (habit == Prefetches::forgotten && q_rows > stream_rows) habit = Prefetches::kept;
+    if (asks == Prefetches::ask_again && q_rows > stream_rows) asks = Prefetches::ask_once;
   }
 
   HWY_INLINE void fetch(int lines) {
     if (!turn()) return;
     for (int i = 0; i < lines && more(); ++i) call<1>();
   }
-  // The same in fewer instructions: a row may end before the last of the lines does. Where nothing is called
-  // for again, it is for one pass.
+  // The same in fewer instructions. Where nothing is called for again it is for one pass; elsewhere a row may
+  // end before the last of the lines, which is behind it then.
   template <int lines>
   HWY_INLINE void fetch_run() {
-    if constexpr (again > 0) {
+    if constexpr (again == 0) {
+      if (end - line < 64 * lines) return fetch(lines);
+      call<lines>();
+    } else {
       if (pace > 1 && !turn()) return;
+      if (more()) call<lines>();
     }
-    if (more()) call<lines>();
   }
   void fetch_all() {
     while (more()) call<1>();
@@ -136,7 +139,7 @@ struct Next {
   }
   template <int lines>
   HWY_INLINE void call() {
-    if (again > 0 && habit == Prefetches::forgotten_often) {
+    if (again > 0 && asks == Prefetches::ask_often) {
       const std::ptrdiff_t back = std::min(line - begin, again);
       prefetch<lines, 3>(line);
       prefetch<lines, 3>(line - back);
@@ -144,7 +147,7 @@ struct Next {
       prefetch<lines, 3>(line - (back >> 2));
     } else {
       prefetch<lines, 2>(line);
-      if (again > 0 && habit == Prefetches::forgotten) {
+      if (again > 0 && asks == Prefetches::ask_again) {
         const std::ptrdiff_t back = std::min(line - begin, again);
         prefetch<lines, 2>(line - back);
         prefetch<lines, 2>(line - (back >> 2));
@@ -253,7 +256,7 @@ HWY_INLINE void stream_values(const float* p, std::int64_t p_ld, const void* con
   for (; c < dim; c += lanes) columns(std::integral_constant<int, 1>(), std::false_type());
 }
 
-// Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant of at most stream_rows.
+// Calls body(r, count) for the rows 0 .. rows - 1, `count` a constant, at most that of the template.
 template <int count = stream_rows, class Body>
 HWY_INLINE void over_few_rows(std::int64_t rows, const Body& body, std::int64_t r = 0) {
   for (; r + count <= rows; r += count) body(r, std::integral_constant<int, count>());

@@ -175,7 +175,7 @@ TEST_P(DecodeOptions, ManyHeads) {
 // From one row of a key head to more than a tile's, in every kind of score, and keys that end anywhere in a
 // block. The last has scores that are subtracted before they are scaled.
 TEST_P(DecodeOptions, GroupsOfEverySize) {
-  for (const std::int64_t group : {1, 3, 4, 5, 8, 9, 16, 17}) {
+  for (const std::int64_t group : {1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17}) {
     for (int option = 0; option < 7; ++option) {
       DecodeCase c;
       c.cache_seqlens = {1, 33, 64, 95, 600};
@@ -300,6 +300,25 @@ TEST_P(DecodeContract, InfinityAndNaNStayInTheirColumns) {
       EXPECT_TRUE(column == 9   ? std::isnan(o)
                   : column == 6 ? o == -INFINITY
                                 : std::isfinite(o))
+          << text_of("group", group) << i << ": " << o;
+    }
+  }
+}
+
+TEST_P(DecodeContract, AQueryThatIsNoNumberStaysInItsRow) {
+  for (const std::int64_t group : {2, 4, 7, 8, 13}) {
+    DecodeCase c;
+    c.cache_seqlens = {100};
+    c.num_heads_k = 2;
+    c.num_heads_q = 2 * group;
+    c.dtype = c.o_dtype = DType::bfloat16;
+    DecodeTensors tensors(forced(c));
+    const std::int64_t row = group - 1;
+    tensors.q.set(row * c.head_dim + 3, std::nan(""));
+    ASSERT_TRUE(run(tensors).ok());
+    for (std::int64_t i = 0; i < tensors.o.size(); ++i) {
+      const double o = tensors.o.get(i);
+      EXPECT_TRUE(i / c.head_dim_v == row ? std::isnan(o) : std::isfinite(o))
           << text_of("group", group) << i << ": " << o;
     }
   }
