@@ -62,7 +62,7 @@ struct FloatProducts {
 // The same with dot products, of fewer than four rows: q and p are bfloat16, in the place of the floats.
 struct DotProducts {
   // In the place of s, of which a pair of vectors must have been read before one of p is stored there: where
-  // it is four vectors instead (the emulation of AMX), p is rounded afterwards.
+  // it is four vectors instead (the emulation of AMX in 256 bits), p is rounded afterwards.
   using P = std::conditional_t<pair_distance == lanes, DotCell, float>;
   static constexpr bool by_block = false;
   static constexpr int most_rows = 3;

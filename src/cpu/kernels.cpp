@@ -43,9 +43,12 @@ constexpr std::array list {
       Kernel{"cpu_baseline", "float32 tiles, SSSE3 or NEON", missing_for_baseline, takes_cpu, baseline::plan,
              baseline::run},
 #if defined(TESSERA_EMULATE_AMX)
-      Kernel{"cpu_amx_emulated", "cpu_amx with its tiles in plain loops, for tests",
-             missing_for_avx2,   takes_bfloat16_tiles,
-             amx_emulated::plan, amx_emulated::run},
+      Kernel{"cpu_amx_emulated",
+             "cpu_amx with its tiles in plain loops, for tests",
+             TESSERA_EMULATE_AMX == 512 ? missing_for_avx512 : missing_for_avx2,
+             takes_bfloat16_tiles,
+             amx_emulated::plan,
+             amx_emulated::run},
 #endif
 };
 

@@ -92,8 +92,8 @@ HWY_INLINE Vec exp2(Vec x) {
   const Vec p = degree == 6
                     ? polynomial(r, 2.1702254889532924e-4f, 1.243968727067113e-3f, 9.678840637207031e-3f,
                                  5.5483341217041016e-2f, 2.4022983014583588e-1f, 6.931470036506653e-1f, 1.0f)
-                    : polynomial(r, 1.3534167781472206e-2f, 5.2011460065841675e-2f, 2.414427548646927e-1f,
-                                 6.930038332939148e-1f, 1.0000026226043701f);
+                    : polynomial(r, 1.3426700606942177e-2f, 5.2242446690797806e-2f, 2.412802129983902e-1f,
+                                 6.930448412895203e-1f, 1.0f);
   return Vec{_mm512_scalef_ps(p.raw, x.raw)};
 #else
   // The second operand of Max is what x86 returns when one of them is NaN.
