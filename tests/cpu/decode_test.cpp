@@ -281,14 +281,19 @@ TEST_P(DecodeContract, RepeatsAndThreadsGiveTheSameBits) {
   }
 }
 
+DecodeCase one_sequence_of(std::int64_t group) {
+  DecodeCase c;
+  c.cache_seqlens = {100};
+  c.num_heads_k = 2;
+  c.num_heads_q = 2 * group;
+  c.dtype = c.o_dtype = DType::bfloat16;
+  return c;
+}
+
 // Values that are no numbers reach their own column of their own head's rows, and no other.
 TEST_P(DecodeContract, InfinityAndNaNStayInTheirColumns) {
   for (const std::int64_t group : {1, 4, 8, 16}) {
-    DecodeCase c;
-    c.cache_seqlens = {100};
-    c.num_heads_k = 2;
-    c.num_heads_q = 2 * group;
-    c.dtype = c.o_dtype = DType::bfloat16;
+    const DecodeCase c = one_sequence_of(group);
     DecodeTensors tensors(forced(c));
     const std::int64_t row = tensors.row_of(0, 5) * c.num_heads_k * c.head_dim_v;
     tensors.v_cache.set(row + 6, -INFINITY);
@@ -307,11 +312,7 @@ TEST_P(DecodeContract, InfinityAndNaNStayInTheirColumns) {
 
 TEST_P(DecodeContract, AQueryThatIsNoNumberStaysInItsRow) {
   for (const std::int64_t group : {2, 4, 7, 8, 13}) {
-    DecodeCase c;
-    c.cache_seqlens = {100};
-    c.num_heads_k = 2;
-    c.num_heads_q = 2 * group;
-    c.dtype = c.o_dtype = DType::bfloat16;
+    const DecodeCase c = one_sequence_of(group);
     DecodeTensors tensors(forced(c));
     const std::int64_t row = group - 1;
     tensors.q.set(row * c.head_dim + 3, std::nan(""));
