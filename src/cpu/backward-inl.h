@@ -205,6 +205,8 @@ enum class Of : std::uint8_t { product, score };
 template <Of of, bool plain>
 HWY_INLINE void gradient_row(const Scoring& scoring, const RowPiece& piece, const float* s, float* dp,
                              Element* p, Element* ds, float lse, float delta, const RowScratch& scratch) {
+  constexpr int degree =
+      of == Of::score ? 6 : exp2_degree;  // ds is rounded; dbias is float, and adds up many
   const Dropout& dropout = scoring.problem.dropout;
   const Vec scale = set(scoring.scale), shift = set(lse), d = set(delta), z = set(dropout.scale);
   const bool dropping = dropout.active();
@@ -220,8 +222,7 @@ HWY_INLINE void gradient_row(const Scoring& scoring, const RowPiece& piece, cons
       x = hn::Sub(score<masked.value>(scoring, piece, x, c, scratch.bias, cap_slope), shift);
     }
     // At most 1, but for the rounding of lse: where scores are huge that is more than exponents can hold.
-    // ds is rounded; dbias is a float, and adds up many.
-    const Vec probability = exp2 < of == Of::score ? 6 : exp2_degree > (hn::Min(set(1.0f), x));
+    const Vec probability = exp2<degree>(hn::Min(set(1.0f), x));
     Vec y = load(dp + c), dropped = probability;
     if (dropping) {
       const Vec keep = hn::Mul(kept(scratch.random + (c - piece.live.begin), dropout.threshold), z);

@@ -40,7 +40,7 @@ constexpr std::int64_t few_col_unit = cell_step;
 constexpr std::int64_t rows_of_short_splits = 4;
 #endif
 #if TESSERA_CPU_DOTS
-// Of so many rows that their softmax counts.
+// Of fewest_rows rows and more.
 #if defined(TESSERA_CPU_AMX)
 using BlockProducts = TileProducts;
 #else
