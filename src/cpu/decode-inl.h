@@ -19,6 +19,7 @@
 #if defined(TESSERA_CPU_AMX)
 #include "cpu/few-amx-inl.h"
 #elif TESSERA_CPU_DOTS
+#include "cpu/few-packs-inl.h"
 #include "cpu/few-quads-inl.h"
 #endif
 
@@ -332,7 +333,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   int side = 0;
   Range block = block_at(work.keys.begin / stream_block * stream_block);
   find(block, side);
-  next_keys(block, side).fetch_all();
+  if constexpr (!Products::heads_at_once) next_keys(block, side).fetch_all();
   for (std::int64_t h = 0; h < heads; ++h)
     Products::load_queries(work.task(work.kv_heads.begin + h), few_of(h));
   const Range seen = work.task(work.kv_heads.begin).keys_of_any(work.rows);
@@ -354,8 +355,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
         state.finish_rows(h, part.row_max, part.row_sum);
       }
     }
-    for (std::int64_t r = 0; r < heads * rows; ++r)
-      Products::after_values(scratch.few_o + r * scratch.few_cols, dim_v);
+    for (std::int64_t h = 0; h < heads; ++h) Products::after_values(few_of(h), dim_v);
     finish_split(work, scratch, split);
     if (++split < work.splits.end) start();
   };
@@ -368,9 +368,16 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     const void* const* k_rows = scratch.k_rows[side];
     const void* const* v_rows = scratch.v_rows[side];
     Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
-    if constexpr (Products::by_block) {
+    const auto task_of = [&](std::int64_t h) { return work.task(work.kv_heads.begin + h); };
+    if constexpr (Products::heads_at_once) {
+      state.start_block(k_rows, v_rows, end, dim, dim_v, scratch.k_rows[1 - side], scratch.v_rows[1 - side],
+                        next_block.size());
+      state.scores(few_of(0), heads, problem.k.head);
+      state.softmax(task_of, few_of(0), heads, work.rows, block.begin, cols);
+      state.values(few_of(0), heads, problem.v.head);
+    } else if constexpr (Products::by_block) {
       const auto softmax = [&](std::int64_t h) {
-        state.softmax(work.task(work.kv_heads.begin + h), few_of(h), h, work.rows, block.begin, cols, next);
+        state.softmax(task_of(h), few_of(h), h, work.rows, block.begin, cols, next);
       };
       state.start_block(k_rows, v_rows, end, dim, dim_v);
       for (std::int64_t h = 0; h < heads; ++h) {
@@ -407,6 +414,20 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   }
   while (split < work.splits.end) finish();
 }
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX)
+// Packs take rows of the cache as a whole: they pay where these lie one after another and are long
+// (NOTES.md). It is the problem that decides, not what a task takes of it: a sequence's result depends on
+// nothing else.
+HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
+  const auto whole = [&](const View& view, std::int64_t dim) {
+    const std::int64_t row = problem.num_heads_k * dim;
+    return view.head == dim && view.seq == row &&
+           row * static_cast<std::int64_t>(sizeof(bfloat16)) >= least_pack_bytes;
+  };
+  return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= PackProducts::most_lanes &&
+         whole(problem.k, problem.head_dim) && whole(problem.v, problem.head_dim_v);
+}
+#endif
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -415,6 +436,9 @@ HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scrat
     // p of whole tiles, of whole quads even more so, has room in the place of s.
     static_assert(lane_rows / 2 * col_align <= 2 * BlockProducts::fewest_rows * DecodeScratch::few_ld);
     if constexpr (dots) {
+#if !defined(TESSERA_CPU_AMX)
+      if (in_packs(work.problem, work.cut.rows)) return stream_task_as<T, PackProducts>(work, scratch);
+#endif
       if (work.rows.size() >= BlockProducts::fewest_rows)
         return stream_task_as<T, BlockProducts>(work, scratch);
     }

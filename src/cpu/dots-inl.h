@@ -25,6 +25,14 @@ HWY_INLINE Vec add_dots(Vec sum, Cells a, Cells b) {
 #endif
 }
 
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+// The same, of a vector of cells in memory.
+HWY_INLINE Vec add_dots(Vec sum, const bfloat16* a, Cells b) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(b.raw), "m"(*reinterpret_cast<const __m512i*>(a)));
+  return sum;
+}
+#endif
+
 constexpr std::int64_t cell_step = 2 * lanes;  // numbers in a vector
 
 // A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
@@ -73,11 +81,16 @@ HWY_NOINLINE void dot_scores(const bfloat16* HWY_RESTRICT q, std::int64_t q_ld, 
 }
 
 // Rounded to nearest even.
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
+HWY_INLINE __m256i rounded(Vec x) {
+  __m256i y;
+  __asm__("vcvtneps2bf16 %1, %0" : "=v"(y) : "v"(x.raw));
+  return y;
+}
+#endif
 HWY_INLINE void store_rounded(Vec x, bfloat16* to) {
 #if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
-  __m256i rounded;
-  __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x.raw));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(x));
 #else
   store_from_float(x, to);
 #endif

@@ -131,7 +131,7 @@ struct TileLayout {
 };
 
 struct TileProducts {
-  static constexpr bool by_block = true;
+  static constexpr bool by_block = true, heads_at_once = false;
   static constexpr std::int64_t fewest_rows = 4;  // one is quicker in dot products
   static constexpr std::int64_t most_heads = 16;  // of a task
 
@@ -150,15 +150,17 @@ struct TileProducts {
     }
     b_transposed(rows, depth, depth, tile_cols, reinterpret_cast<Element*>(few.q));
   }
-  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
+  static HWY_INLINE void after_values(const Few& few, std::int64_t dim) {
+    DotProducts::after_values(few, dim);
+  }
 
   class State;
 };
 
 // Head by head the scores, and then the values, of a block. The first four tiles have a row for each of q's.
-class TileProducts::State : public BlockState<TileProducts::most_heads> {
+class TileProducts::State : public BlockState<TileProducts::most_heads * lane_rows> {
  public:
-  explicit State(std::int64_t rows) : BlockState(rows) { tile::shape(rows); }
+  explicit State(std::int64_t rows) : BlockState(rows, lane_rows) { tile::shape(rows); }
   ~State() { tile::shape(tile_rows); }
   State(const State&) = delete;
   State& operator=(const State&) = delete;

@@ -30,7 +30,7 @@ HWY_INLINE void load_query(const TaskRows& task, std::int64_t row, float* to, st
 template <class T>
 struct FloatProducts {
   using P = float;
-  static constexpr bool by_block = false;
+  static constexpr bool by_block = false, heads_at_once = false;
   struct State {  // of a task's thread
     explicit State(std::int64_t /*rows*/) {}
   };
@@ -56,7 +56,7 @@ struct FloatProducts {
                               few.o_ld, next);
     });
   }
-  static HWY_INLINE void after_values(float* /*row*/, std::int64_t /*dim*/) {}
+  static HWY_INLINE void after_values(const Few& /*few*/, std::int64_t /*dim*/) {}
 };
 
 // The same with dot products, of fewer than four rows: q and p are bfloat16, in the place of the floats.
@@ -64,7 +64,7 @@ struct DotProducts {
   // In the place of s, of which a pair of vectors must have been read before one of p is stored there: where
   // it is four vectors instead (the emulation of AMX in 256 bits), p is rounded afterwards.
   using P = std::conditional_t<pair_distance == lanes, DotCell, float>;
-  static constexpr bool by_block = false;
+  static constexpr bool by_block = false, heads_at_once = false;
   static constexpr int most_rows = 3;
   using State = FloatProducts<float>::State;
   static std::int64_t q_rows(std::int64_t rows) { return rows; }
@@ -98,7 +98,9 @@ struct DotProducts {
                         few.o + r * few.o_ld, few.o_ld, next);
     });
   }
-  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
+  static HWY_INLINE void after_values(const Few& few, std::int64_t dim) {
+    for (std::int64_t r = 0; r < few.rows; ++r) unzip_row(few.o + r * few.o_ld, dim);
+  }
 
  private:
   static HWY_INLINE bfloat16* cells(float* row) { return reinterpret_cast<bfloat16*>(row); }

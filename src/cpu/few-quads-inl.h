@@ -144,7 +144,7 @@ HWY_NOINLINE void quad_scores(const bfloat16* HWY_RESTRICT q, const void* const*
 }
 
 struct QuadProducts {
-  static constexpr bool by_block = true;
+  static constexpr bool by_block = true, heads_at_once = false;
   static constexpr std::int64_t fewest_rows = 4;
   static constexpr std::int64_t most_heads = 16;  // of a task
 
@@ -155,14 +155,16 @@ struct QuadProducts {
     DotProducts::load_queries(task, few);
     make_quads(reinterpret_cast<bfloat16*>(few.q), 2 * few.q_ld, few.rows, task.problem.head_dim);
   }
-  static HWY_INLINE void after_values(float* row, std::int64_t dim) { unzip_row(row, dim); }
+  static HWY_INLINE void after_values(const Few& few, std::int64_t dim) {
+    DotProducts::after_values(few, dim);
+  }
 
   class State;
 };
 
-class QuadProducts::State : public BlockState<QuadProducts::most_heads> {
+class QuadProducts::State : public BlockState<QuadProducts::most_heads * lane_rows> {
  public:
-  using BlockState::BlockState;
+  explicit State(std::int64_t rows) : BlockState(rows, lane_rows) {}
 
   void scores(const Few& few, std::int64_t h, std::int64_t offset, Next& next) {
     const auto* q = reinterpret_cast<const bfloat16*>(few.q);

@@ -28,43 +28,42 @@ struct RowLanes {
   alignas(64) std::int32_t position[lane_rows] = {};  // where ALiBi's distance is 0
   alignas(64) std::int32_t begin[lane_rows] = {}, end[lane_rows] = {};
 
-  RowLanes(const TaskRows& task, Range rows, std::int64_t key, Range cols) {
+  void set(std::int64_t lane, const TaskRows& task, std::int64_t row, std::int64_t key, Range cols) {
     Scoring other = task.first;
-    for (std::int64_t r = 0; r < rows.size(); ++r) {
-      const std::int64_t row = rows.begin + r;
-      const Scoring& scoring = task.scoring(row, other);
-      const RowPiece piece(task.query(row), key, cols, task.keys_of_row(row));
-      exponent[r] = scoring.exponent_scale();
-      factor[r] = scoring.raw() ? 1.0f : scoring.scale;
-      slope[r] = scoring.slope;
-      position[r] = static_cast<std::int32_t>(piece.row + scoring.diagonal - key);
-      begin[r] = static_cast<std::int32_t>(piece.visible.begin);
-      end[r] = static_cast<std::int32_t>(piece.visible.end);
-    }
+    const Scoring& scoring = task.scoring(row, other);
+    const RowPiece piece(task.query(row), key, cols, task.keys_of_row(row));
+    exponent[lane] = scoring.exponent_scale();
+    factor[lane] = scoring.raw() ? 1.0f : scoring.scale;
+    slope[lane] = scoring.slope;
+    position[lane] = static_cast<std::int32_t>(piece.row + scoring.diagonal - key);
+    begin[lane] = static_cast<std::int32_t>(piece.visible.begin);
+    end[lane] = static_cast<std::int32_t>(piece.visible.end);
   }
 };
 
+// Whether scores are q·k itself, and every row sees every column.
+HWY_INLINE bool shows_all(const TaskRows& task, Range rows, std::int64_t key, Range cols) {
+  const Range all = task.mask.keys_of_all({task.query(rows.begin), task.query(rows.end - 1) + 1});
+  return task.problem.alibi_slopes == nullptr && task.first.raw() && all.begin <= key &&
+         all.end >= key + cols.end;
+}
+
 template <class Layout>
 struct LaneSoftmax {
-  // From s to p, of the first `count` rows, of which some may not be there. max and sum move on, alpha is
-  // what o must shrink by.
-  static HWY_INLINE void run(const TaskRows& task, Range rows, std::int64_t key, Range cols,
-                             std::int64_t count, float* s, bfloat16* p, float* max, float* sum, float* alpha,
-                             Next& next) {
-    const Range all = task.mask.keys_of_all({task.query(rows.begin), task.query(rows.end - 1) + 1});
-    const bool plain = task.problem.alibi_slopes == nullptr && task.first.raw() && all.begin <= key &&
-                       all.end >= key + cols.end;
+  // From s to p, of the first `count` rows, of which some may not be there. `of` where not all is shown
+  // (shows_all). max and sum move on, alpha is what o must shrink by.
+  static HWY_INLINE void run(const Scoring& scoring, const RowLanes* of, std::int64_t count, Range cols,
+                             float* s, bfloat16* p, float* max, float* sum, float* alpha, Next& next) {
     const auto part = [&](std::int64_t i, Vec scale) HWY_ATTR {
       weigh_rows(s + i * Layout::s_ld, cols.end, scale, p + i * Layout::p_ld, max + i, sum + i, alpha + i,
                  next);
     };
-    if (plain) {
-      for (std::int64_t i = 0; i < count; i += Layout::rows) part(i, set(task.first.scale));
-    } else {
-      const RowLanes of(task, rows, key, cols);
-      for (std::int64_t i = 0; i < count; i += Layout::rows) {
-        make_scores(task.first, of, i, s + i * Layout::s_ld, cols.end);
-        part(i, Layout::of_rows(of.exponent + i));
+    for (std::int64_t i = 0; i < count; i += Layout::rows) {
+      if (of == nullptr) {
+        part(i, set(scoring.scale));
+      } else {
+        make_scores(scoring, *of, i, s + i * Layout::s_ld, cols.end);
+        part(i, Layout::of_rows(of->exponent + i));
       }
     }
   }
@@ -137,22 +136,23 @@ struct LaneSoftmax {
 
 // Of a task's thread, for products that work block by block: the rows' maxima and sums, and where a block
 // lies.
-template <std::int64_t most_heads>
+template <std::int64_t most_lanes>
 class BlockState {
  public:
-  explicit BlockState(std::int64_t rows) : rows_(rows) {}
+  // A head's rows have `width` lanes.
+  BlockState(std::int64_t rows, std::int64_t width) : rows_(rows), width_(width) {}
 
   void start_rows(std::int64_t h, const float* row_max, const float* row_sum) {
-    for (std::int64_t r = 0; r < lane_rows; ++r) {
-      max_[h][r] = r < rows_ ? row_max[r] : 0.0f;
-      sum_[h][r] = r < rows_ ? sum_of(load(row_sum + r * lanes)) : 0.0f;
+    for (std::int64_t r = 0; r < width_; ++r) {
+      max_[h * width_ + r] = r < rows_ ? row_max[r] : 0.0f;
+      sum_[h * width_ + r] = r < rows_ ? sum_of(load(row_sum + r * lanes)) : 0.0f;
     }
   }
   void finish_rows(std::int64_t h, float* row_max, float* row_sum) const {
     for (std::int64_t r = 0; r < rows_; ++r) {
-      row_max[r] = max_[h][r];
+      row_max[r] = max_[h * width_ + r];
       zero_row(row_sum + r * lanes, lanes);
-      row_sum[r * lanes] = sum_[h][r];
+      row_sum[r * lanes] = sum_[h * width_ + r];
     }
   }
   // The block's first `keys` keys, for all heads.
@@ -166,8 +166,10 @@ class BlockState {
   }
 
  protected:
-  std::int64_t rows_, keys_ = 0, dim_ = 0, dim_v_ = 0;
+  std::int64_t rows_, width_, keys_ = 0, dim_ = 0, dim_v_ = 0;
   const void *const *k_rows_ = nullptr, *const *v_rows_ = nullptr;
+  alignas(64) float max_[most_lanes] = {};
+  alignas(64) float sum_[most_lanes] = {};
 
   // From s to p, in the place of few.s, and o scaled by what it makes of the maxima. p takes half the room
   // of s: rows of p that are not there have theirs, too.
@@ -175,14 +177,14 @@ class BlockState {
   HWY_INLINE void softmax_as(const TaskRows& task, const Few& few, std::int64_t h, Range rows,
                              std::int64_t key, Range cols, std::int64_t count, float* s, Next& next) {
     alignas(64) float alpha[lane_rows];
-    LaneSoftmax<Layout>::run(task, rows, key, cols, count, s, reinterpret_cast<bfloat16*>(few.s), max_[h],
-                             sum_[h], alpha, next);
+    RowLanes of;
+    const bool plain = shows_all(task, rows, key, cols);
+    for (std::int64_t r = 0; r < rows.size() && !plain; ++r) of.set(r, task, rows.begin + r, key, cols);
+    LaneSoftmax<Layout>::run(task.first, plain ? nullptr : &of, count, cols, s,
+                             reinterpret_cast<bfloat16*>(few.s), max_ + h * width_, sum_ + h * width_, alpha,
+                             next);
     for (std::int64_t r = 0; r < rows_; ++r) scale_row(few.o + r * few.o_ld, few.o_ld, alpha[r]);
   }
-
- private:
-  alignas(64) float max_[most_heads][lane_rows];
-  alignas(64) float sum_[most_heads][lane_rows];
 };
 
 }  // namespace tessera::cpu::TESSERA_CPU_KERNEL

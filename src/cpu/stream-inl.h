@@ -17,6 +17,12 @@ namespace tessera::cpu::TESSERA_CPU_KERNEL {
 constexpr int stream_rows = 4, stream_keys = 8;  // of quads (few-quads-inl.h); else at most 4
 constexpr int stream_width(int rows) { return HWY_CAP_GE512 || HWY_ARCH_ARM || rows <= 2 ? 4 : 3; }
 
+// Keeps an address in one register: the compiler would work out by itself each one that is a constant away.
+template <class T>
+HWY_INLINE void keep_address(T*& p) {
+  __asm__("" : "+r"(p));
+}
+
 // A vector of a row, which ends n elements from p: what lies behind it counts as 0 and is not read.
 template <class T>
 HWY_INLINE Vec load_up_to(const T* p, std::int64_t n) {
@@ -38,6 +44,14 @@ HWY_INLINE Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
                  hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd)));
 }
 
+#if HWY_CAP_GE512
+// Blocks of two vectors, added two and two.
+HWY_INLINE Vec fold_blocks(Vec x, Vec y) {
+  return Vec{
+      _mm512_add_ps(_mm512_shuffle_f32x4(x.raw, y.raw, 0x88), _mm512_shuffle_f32x4(x.raw, y.raw, 0xDD))};
+}
+#endif
+
 // s[r][n] = the sum of acc[r][n]. Four of a row are written: where `keys` is 3, the last means nothing.
 template <int rows, int keys>
 HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t s_ld) {
@@ -46,15 +60,10 @@ HWY_INLINE void store_sums(const Vec (&acc)[rows][keys], float* s, std::int64_t 
     return fold_four(acc[r][0], acc[r][1], acc[r][2], keys == 3 ? set(0.0f) : acc[r][keys - 1]);
   };
 #if HWY_CAP_GE512
-  // Blocks of two vectors, added two and two.
-  const auto fold = [](Vec x, Vec y) HWY_ATTR {
-    return Vec{
-        _mm512_add_ps(_mm512_shuffle_f32x4(x.raw, y.raw, 0x88), _mm512_shuffle_f32x4(x.raw, y.raw, 0xDD))};
-  };
   const Vec first = folded(0);
-  const Vec low = fold(first, rows > 1 ? folded(rows > 1 ? 1 : 0) : first);
-  const Vec high = rows > 2 ? fold(folded(rows > 2 ? 2 : 0), folded(rows - 1)) : low;
-  const Vec sums = fold(low, high);
+  const Vec low = fold_blocks(first, rows > 1 ? folded(rows > 1 ? 1 : 0) : first);
+  const Vec high = rows > 2 ? fold_blocks(folded(rows > 2 ? 2 : 0), folded(rows - 1)) : low;
+  const Vec sums = fold_blocks(low, high);
   _mm_storeu_ps(s, _mm512_castps512_ps128(sums.raw));
   if constexpr (rows > 1) _mm_storeu_ps(s + s_ld, _mm512_extractf32x4_ps(sums.raw, 1));
   if constexpr (rows > 2) _mm_storeu_ps(s + 2 * s_ld, _mm512_extractf32x4_ps(sums.raw, 2));
@@ -158,7 +167,7 @@ struct Next {
   // Into the second-level cache, or into the first (3).
   template <int lines, int locality>
   static HWY_INLINE void prefetch(const char* from) {
-    __asm__("" : "+r"(from));  // one register: the compiler would work out each line's address by itself
+    keep_address(from);
     HWY_UNROLL(8)
     for (int i = 0; i < lines; ++i) __builtin_prefetch(from + 64 * i, 0, locality);
   }

@@ -172,29 +172,47 @@ TEST_P(DecodeOptions, ManyHeads) {
   }
 }
 
-// From one row of a key head to more than a tile's, in every kind of score, and keys that end anywhere in a
-// block. The last has scores that are subtracted before they are scaled.
+// Every kind of score, and keys that end anywhere in a block. The last has scores that are subtracted before
+// they are scaled.
+std::vector<DecodeCase> cases_of_group(std::int64_t group, std::int64_t num_heads_k, std::int64_t other_dim) {
+  std::vector<DecodeCase> cases;
+  for (int option = 0; option < 7; ++option) {
+    DecodeCase c;
+    c.cache_seqlens = {1, 33, 64, 95, 600};
+    c.num_heads_k = num_heads_k;
+    c.num_heads_q = num_heads_k * group;
+    c.head_dim = option % 2 == 0 ? 128 : other_dim;
+    c.head_dim_v = option % 3 == 0 ? 128 : other_dim + 16;
+    c.page_size = option % 2 == 0 ? 16 : 19;
+    c.dtype = c.o_dtype = DType::bfloat16;
+    c.softcap = option == 1 ? 5 : 0;
+    c.alibi = option == 2;
+    if (option == 3) c.window_left = 70;
+    c.sinks = option == 4;
+    if (option == 5) {
+      c.causal = true;
+      c.seqlen_q = 2;
+    }
+    if (option == 6) c.magnitude = 100;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+// From one row of a key head to more than a tile's.
 TEST_P(DecodeOptions, GroupsOfEverySize) {
   for (const std::int64_t group : {1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17}) {
-    for (int option = 0; option < 7; ++option) {
-      DecodeCase c;
-      c.cache_seqlens = {1, 33, 64, 95, 600};
-      c.num_heads_k = 2;
-      c.num_heads_q = 2 * group;
-      c.head_dim = option % 2 == 0 ? 128 : 72;
-      c.head_dim_v = option % 3 == 0 ? 128 : 88;
-      c.page_size = option % 2 == 0 ? 16 : 19;
-      c.dtype = c.o_dtype = DType::bfloat16;
-      c.softcap = option == 1 ? 5 : 0;
-      c.alibi = option == 2;
-      if (option == 3) c.window_left = 70;
-      c.sinks = option == 4;
-      if (option == 5) {
-        c.causal = true;
-        c.seqlen_q = 2;
-      }
-      if (option == 6) c.magnitude = 100;
-      expect_right(c, text_of("group", group) + text_of("option", option));
+    for (const DecodeCase& c : cases_of_group(group, 2, 72)) expect_right(c, text_of("group", group));
+  }
+}
+
+// So many key heads that a row of the cache is some KiB, and numbers of them that fill no vector.
+TEST_P(DecodeOptions, LongRows) {
+  for (const std::int64_t group : {1, 2, 3, 4, 5, 7, 8}) {
+    const std::int64_t num_heads_k = group <= 4 ? 15 : 8;
+    for (DecodeCase c : cases_of_group(group, num_heads_k, group <= 4 ? 72 : 136)) {
+      c.cache_seqlens = {95, 1, 161};
+      expect_right(c, text_of("group", group));
     }
   }
 }
@@ -272,20 +290,33 @@ DecodeCase typical() {
   return c;
 }
 
+// A row of its cache is 2 KiB.
+DecodeCase of_long_rows() {
+  DecodeCase c = typical();
+  c.num_heads_q = 16;
+  c.num_heads_k = 8;
+  c.head_dim = c.head_dim_v = 128;
+  c.dtype = c.o_dtype = DType::bfloat16;
+  return c;
+}
+
 TEST_P(DecodeContract, RepeatsAndThreadsGiveTheSameBits) {
-  DecodeTensors tensors(forced(typical()));
-  const Snapshot first = outputs(tensors);
-  for (const int threads : {1, 2, 3, 7, 0}) {
-    tensors.settings.threads = threads;
-    for (int i = 0; i < 5; ++i) EXPECT_EQ(outputs(tensors), first) << threads << " threads";
+  for (const DecodeCase& c : {typical(), of_long_rows()}) {
+    DecodeTensors tensors(forced(c));
+    const Snapshot first = outputs(tensors);
+    for (const int threads : {1, 2, 3, 7, 0}) {
+      tensors.settings.threads = threads;
+      for (int i = 0; i < 5; ++i) EXPECT_EQ(outputs(tensors), first) << threads << " threads";
+    }
   }
 }
 
-DecodeCase one_sequence_of(std::int64_t group) {
+DecodeCase one_sequence_of(std::int64_t group, std::int64_t num_heads_k) {
   DecodeCase c;
   c.cache_seqlens = {100};
-  c.num_heads_k = 2;
-  c.num_heads_q = 2 * group;
+  c.num_heads_k = num_heads_k;
+  c.num_heads_q = num_heads_k * group;
+  c.head_dim = c.head_dim_v = 128;
   c.dtype = c.o_dtype = DType::bfloat16;
   return c;
 }
@@ -293,34 +324,38 @@ DecodeCase one_sequence_of(std::int64_t group) {
 // Values that are no numbers reach their own column of their own head's rows, and no other.
 TEST_P(DecodeContract, InfinityAndNaNStayInTheirColumns) {
   for (const std::int64_t group : {1, 4, 8, 16}) {
-    const DecodeCase c = one_sequence_of(group);
-    DecodeTensors tensors(forced(c));
-    const std::int64_t row = tensors.row_of(0, 5) * c.num_heads_k * c.head_dim_v;
-    tensors.v_cache.set(row + 6, -INFINITY);
-    tensors.v_cache.set(row + 9, std::nan(""));
-    ASSERT_TRUE(run(tensors).ok());
-    for (std::int64_t i = 0; i < tensors.o.size(); ++i) {
-      const std::int64_t column = i / c.head_dim_v < group ? i % c.head_dim_v : 0;
-      const double o = tensors.o.get(i);
-      EXPECT_TRUE(column == 9   ? std::isnan(o)
-                  : column == 6 ? o == -INFINITY
-                                : std::isfinite(o))
-          << text_of("group", group) << i << ": " << o;
+    for (const std::int64_t num_heads_k : {2, 8}) {
+      const DecodeCase c = one_sequence_of(group, num_heads_k);
+      DecodeTensors tensors(forced(c));
+      const std::int64_t row = tensors.row_of(0, 5) * c.num_heads_k * c.head_dim_v;
+      tensors.v_cache.set(row + 6, -INFINITY);
+      tensors.v_cache.set(row + 9, std::nan(""));
+      ASSERT_TRUE(run(tensors).ok());
+      for (std::int64_t i = 0; i < tensors.o.size(); ++i) {
+        const std::int64_t column = i / c.head_dim_v < group ? i % c.head_dim_v : 0;
+        const double o = tensors.o.get(i);
+        EXPECT_TRUE(column == 9   ? std::isnan(o)
+                    : column == 6 ? o == -INFINITY
+                                  : std::isfinite(o))
+            << text_of("group", group) << text_of("heads", num_heads_k) << i << ": " << o;
+      }
     }
   }
 }
 
 TEST_P(DecodeContract, AQueryThatIsNoNumberStaysInItsRow) {
-  for (const std::int64_t group : {2, 4, 7, 8, 13}) {
-    const DecodeCase c = one_sequence_of(group);
-    DecodeTensors tensors(forced(c));
-    const std::int64_t row = group - 1;
-    tensors.q.set(row * c.head_dim + 3, std::nan(""));
-    ASSERT_TRUE(run(tensors).ok());
-    for (std::int64_t i = 0; i < tensors.o.size(); ++i) {
-      const double o = tensors.o.get(i);
-      EXPECT_TRUE(i / c.head_dim_v == row ? std::isnan(o) : std::isfinite(o))
-          << text_of("group", group) << i << ": " << o;
+  for (const std::int64_t group : {1, 2, 4, 7, 8, 13}) {
+    for (const std::int64_t num_heads_k : {2, 8}) {
+      const DecodeCase c = one_sequence_of(group, num_heads_k);
+      DecodeTensors tensors(forced(c));
+      const std::int64_t row = group - 1;
+      tensors.q.set(row * c.head_dim + 3, std::nan(""));
+      ASSERT_TRUE(run(tensors).ok());
+      for (std::int64_t i = 0; i < tensors.o.size(); ++i) {
+        const double o = tensors.o.get(i);
+        EXPECT_TRUE(i / c.head_dim_v == row ? std::isnan(o) : std::isfinite(o))
+            << text_of("group", group) << text_of("heads", num_heads_k) << i << ": " << o;
+      }
     }
   }
 }
@@ -329,7 +364,7 @@ TEST_P(DecodeContract, AQueryThatIsNoNumberStaysInItsRow) {
 TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
   for (const std::int64_t seqlen_q : {1, 2, 40}) {
     for (const std::int64_t splits : {0, 3}) {
-      DecodeCase c = typical();
+      DecodeCase c = splits == 0 && seqlen_q < 40 ? of_long_rows() : typical();
       c.seqlen_q = seqlen_q;
       c.num_splits = splits;
       DecodeTensors whole(forced(c));
