@@ -9,15 +9,12 @@
 // one decode call a layer: q is packed, 1 to --chunk rows a sequence, and the call appends the new keys and
 // values to the pages itself. A request that is done gives its pages back.
 //
-// Attention is all there is. The rest of the model is a table of random numbers: q, k and v of a step's
-// tokens are a stretch of it, which differs with step and layer. --check computes the last token's attention
-// of every request anew, plainly and in double precision, from what the table had for its tokens.
+// Attention is all there is; the rest of the model is made up (made_up_model.h). --check computes the last
+// token's attention of every request anew, plainly and in double precision.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <chrono>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -33,19 +30,18 @@
 #include <vector>
 
 #include "device.h"
+#include "made_up_model.h"
 
 namespace {
 
 using example::Buffer;
 using example::Device;
+using example::Model;
 
-struct Flags {
-  std::string device = "cpu", dtype = "bf16", kernel;
-  std::int64_t layers = 4, heads = 32, heads_k = 8, head_dim = 128;
-  std::int64_t pages = 1024, page_size = 16;
+struct Flags : example::ModelShape {
+  std::string device = "cpu", kernel;
   std::int64_t requests = 32, batch = 16, chunk = 256, prompt = 512, generate = 64;
   double arrivals = 0.5;
-  unsigned seed = 1;
   int threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   bool check = false, quiet = false;
 
@@ -62,12 +58,8 @@ struct Request {
   std::int64_t prompt = 0, generate = 0;  // tokens
   std::int64_t cached = 0;                // tokens whose keys are in the cache
   std::vector<std::int32_t> pages;
-  bool waited = false;  // for pages
-  // For --check: where in the table each of its tokens was.
-  struct Place {
-    std::int64_t step, row;
-  };
-  std::vector<Place> places;
+  bool waited = false;                 // for pages
+  std::vector<example::Place> places;  // for --check: of each of its tokens
 
   // The last token that is generated is never fed back.
   [[nodiscard]] std::int64_t tokens() const { return prompt + generate - 1; }
@@ -120,145 +112,6 @@ class PagePool {
  private:
   std::vector<std::int32_t> free_;
   std::int64_t promised_ = 0;
-};
-
-// ---- The model: caches, and numbers that stand for all but attention.
-
-std::uint16_t to_bfloat16(float x) {
-  const auto bits = std::bit_cast<std::uint32_t>(x);
-  return static_cast<std::uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-float from_bfloat16(std::uint16_t bits) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
-}
-
-class Model {
- public:
-  Model(const Flags& flags, const Device& device)
-      : flags_(flags),
-        device_(device),
-        dtype_(flags.dtype == "bf16" ? tessera::DType::bfloat16 : tessera::DType::float32),
-        size_(dtype_ == tessera::DType::bfloat16 ? 2 : 4),
-        rows_(flags.chunk + flags.batch),
-        q_(numbers(flags.heads, 1)),
-        k_(numbers(flags.heads_k, 2)),
-        v_(numbers(flags.heads_k, 3)),
-        q_table_(on_device(q_)),
-        k_table_(on_device(k_)),
-        v_table_(on_device(v_)),
-        o_(device, static_cast<std::size_t>(rows_ * flags.heads * flags.head_dim * 4)) {
-    const std::int64_t slots = flags.pages * flags.page_size;
-    for (std::int64_t i = 0; i < 2 * flags.layers; ++i)
-      caches_.emplace_back(device, static_cast<std::size_t>(slots * flags.heads_k * flags.head_dim * size_));
-  }
-
-  // A layer's tensors of a step of `rows` tokens. What the call has besides is the batch's.
-  void fill(tessera::Decode& call, std::int64_t step, std::int64_t layer, std::int64_t rows) const {
-    call.q = rows_of(q_table_, flags_.heads, step, layer, rows);
-    call.k_new = rows_of(k_table_, flags_.heads_k, step, layer, rows);
-    call.v_new = rows_of(v_table_, flags_.heads_k, step, layer, rows);
-    call.k_cache = cache(2 * layer);
-    call.v_cache = cache(2 * layer + 1);
-    call.o = tessera::Tensor(o_.data(), tessera::DType::float32, {rows, flags_.heads, flags_.head_dim});
-    call.o.device = device_.place();
-  }
-
-  // The largest distance of the last token's output, in row `row` of the step's, from attention that is
-  // computed here. For each key head's first query head.
-  [[nodiscard]] double error(const Request& request, std::int64_t layer, std::int64_t row) const {
-    const std::int64_t dim = flags_.head_dim, group = flags_.heads / flags_.heads_k;
-    std::vector<float> o(static_cast<std::size_t>(flags_.heads * dim));
-    device_.download(o.data(), o_.at(static_cast<std::size_t>(row) * o.size() * 4), o.size() * 4);
-    double worst = 0;
-    for (std::int64_t h = 0; h < flags_.heads_k; ++h) {
-      std::vector<double> p, sum(static_cast<std::size_t>(dim));
-      double denominator = 0;
-      for (const Request::Place& place : request.places) {
-        double s = 0;
-        for (std::int64_t c = 0; c < dim; ++c)
-          s += number(q_, flags_.heads, request.places.back(), layer, h * group, c) *
-               number(k_, flags_.heads_k, place, layer, h, c);
-        p.push_back(std::exp(s / std::sqrt(static_cast<double>(dim))));  // scores are far below 700
-        denominator += p.back();
-      }
-      for (std::size_t j = 0; j < p.size(); ++j) {
-        for (std::int64_t c = 0; c < dim; ++c)
-          sum[static_cast<std::size_t>(c)] +=
-              p[j] / denominator * number(v_, flags_.heads_k, request.places[j], layer, h, c);
-      }
-      for (std::int64_t c = 0; c < dim; ++c) {
-        const double difference =
-            std::fabs(o[static_cast<std::size_t>(h * group * dim + c)] - sum[static_cast<std::size_t>(c)]);
-        worst = difference <= worst ? worst : difference;  // NaN counts
-      }
-    }
-    return worst;
-  }
-
-  // Bytes that a step reads and writes, every number once: of a token in the cache, and of a new one.
-  [[nodiscard]] double bytes_of_key() const {
-    return static_cast<double>(2 * flags_.layers * flags_.heads_k * flags_.head_dim * size_);
-  }
-  [[nodiscard]] double bytes_of_row() const {
-    return static_cast<double>(flags_.layers * flags_.heads * flags_.head_dim * (size_ + 4)) +
-           2 * bytes_of_key();
-  }
-
-  [[nodiscard]] const std::vector<Buffer>& caches() const { return caches_; }
-
- private:
-  static constexpr std::int64_t spare = 1021;  // where a stretch may begin: a prime
-
-  static std::int64_t first_row(std::int64_t step, std::int64_t layer) {
-    return (step * 31 + layer * 101) % spare;
-  }
-
-  [[nodiscard]] std::vector<float> numbers(std::int64_t heads, unsigned seed) const {
-    std::mt19937 engine(flags_.seed * 3 + seed);
-    std::normal_distribution<float> normal;
-    std::vector<float> values(static_cast<std::size_t>((rows_ + spare) * heads * flags_.head_dim));
-    for (float& value : values)
-      value = size_ == 2 ? from_bfloat16(to_bfloat16(normal(engine))) : normal(engine);
-    return values;
-  }
-  [[nodiscard]] Buffer on_device(const std::vector<float>& values) const {
-    Buffer table(device_, values.size() * static_cast<std::size_t>(size_));
-    if (size_ == 4) {
-      device_.upload(table.data(), values.data(), table.bytes());
-    } else {
-      std::vector<std::uint16_t> bits(values.size());
-      std::transform(values.begin(), values.end(), bits.begin(), to_bfloat16);
-      device_.upload(table.data(), bits.data(), table.bytes());
-      device_.wait();
-    }
-    return table;
-  }
-  [[nodiscard]] tessera::Tensor rows_of(const Buffer& table, std::int64_t heads, std::int64_t step,
-                                        std::int64_t layer, std::int64_t rows) const {
-    const std::int64_t first = first_row(step, layer) * heads * flags_.head_dim * size_;
-    tessera::Tensor tensor(table.at(static_cast<std::size_t>(first)), dtype_, {rows, heads, flags_.head_dim});
-    tensor.device = device_.place();
-    return tensor;
-  }
-  [[nodiscard]] tessera::Tensor cache(std::int64_t index) const {
-    tessera::Tensor tensor(caches_[static_cast<std::size_t>(index)].data(), dtype_,
-                           {flags_.pages, flags_.page_size, flags_.heads_k, flags_.head_dim});
-    tensor.device = device_.place();
-    return tensor;
-  }
-  [[nodiscard]] double number(const std::vector<float>& table, std::int64_t heads, Request::Place place,
-                              std::int64_t layer, std::int64_t h, std::int64_t c) const {
-    const std::int64_t row = first_row(place.step, layer) + place.row;
-    return table[static_cast<std::size_t>((row * heads + h) * flags_.head_dim + c)];
-  }
-
-  const Flags& flags_;
-  const Device& device_;
-  tessera::DType dtype_;
-  std::int64_t size_, rows_;
-  std::vector<float> q_, k_, v_;  // the table; in the model's dtype on the device:
-  Buffer q_table_, k_table_, v_table_, o_;
-  std::vector<Buffer> caches_;  // of each layer k, then v
 };
 
 // ---- A step's batch.
@@ -338,7 +191,7 @@ class Server {
   Server(const Flags& flags, const Device& device)
       : flags_(flags),
         device_(device),
-        model_(flags, device),
+        model_(flags, flags.chunk + flags.batch, device),
         lengths_(flags, device),
         pool_(flags.pages),
         arriving_(make_requests(flags)),
@@ -432,7 +285,7 @@ class Server {
   void check(const std::vector<Part>& parts, std::int64_t layer) {
     for (const Part& part : parts) {
       if (!part.is_last()) continue;
-      const double error = model_.error(*part.request, layer, part.row + part.tokens - 1);
+      const double error = model_.error(part.request->places, layer, part.row + part.tokens - 1);
       totals_.worst = error <= totals_.worst ? totals_.worst : error;
       ++totals_.checked;
     }
