@@ -367,7 +367,7 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     const std::int64_t end = std::min<std::int64_t>(cols.end, block.size());
     const void* const* k_rows = scratch.k_rows[side];
     const void* const* v_rows = scratch.v_rows[side];
-    Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
+    [[maybe_unused]] Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
     const auto task_of = [&](std::int64_t h) { return work.task(work.kv_heads.begin + h); };
     if constexpr (Products::heads_at_once) {
       state.start_block(k_rows, v_rows, end, dim, dim_v, scratch.k_rows[1 - side], scratch.v_rows[1 - side],
@@ -415,17 +415,18 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   while (split < work.splits.end) finish();
 }
 #if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX)
-// Packs take rows of the cache as a whole: they pay where these lie one after another and are long
-// (NOTES.md). It is the problem that decides, not what a task takes of it: a sequence's result depends on
-// nothing else.
+static_assert(PackProducts::most_lanes <= stream_task_rows &&
+              PackProducts::most_lanes * PackLayout::s_ld <=
+                  (stream_task_rows + few_rows) * DecodeScratch::few_ld);
+// Packs take rows of the cache as a whole: they pay where these are long (NOTES.md). It is the problem that
+// decides, not what a task takes of it, nor the size of a page: a sequence's bits depend on neither.
 HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
-  const auto whole = [&](const View& view, std::int64_t dim) {
-    const std::int64_t row = problem.num_heads_k * dim;
-    return view.head == dim && view.seq == row &&
-           row * static_cast<std::int64_t>(sizeof(bfloat16)) >= least_pack_bytes;
+  const auto is_long = [&](const View& view, std::int64_t dim) {
+    return view.head == dim &&
+           problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least_pack_bytes;
   };
   return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= PackProducts::most_lanes &&
-         whole(problem.k, problem.head_dim) && whole(problem.v, problem.head_dim_v);
+         is_long(problem.k, problem.head_dim) && is_long(problem.v, problem.head_dim_v);
 }
 #endif
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {

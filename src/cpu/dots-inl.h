@@ -87,14 +87,12 @@ HWY_INLINE __m256i rounded(Vec x) {
   __asm__("vcvtneps2bf16 %1, %0" : "=v"(y) : "v"(x.raw));
   return y;
 }
-#endif
 HWY_INLINE void store_rounded(Vec x, bfloat16* to) {
-#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX_EMULATED)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(x));
-#else
-  store_from_float(x, to);
-#endif
 }
+#else
+HWY_INLINE void store_rounded(Vec x, bfloat16* to) { store_from_float(x, to); }
+#endif
 // Floats to bfloat16 in the same place; n a multiple of lanes.
 HWY_INLINE void round_row(float* row, std::int64_t n) {
   for (std::int64_t i = 0; i < n; i += lanes)

@@ -1,5 +1,5 @@
-// The rows of one key head that stream: s = q kᵀ of a block of keys, and o += p v, in the products that suit
-// the cache's type.
+// The rows of a key head that stream: s = q kᵀ of a block of keys, and o += p v, in the products that suit
+// the cache's type. Head by head, but for few-packs-inl.h.
 #pragma once
 
 #include "cpu/append-inl.h"

@@ -1,6 +1,6 @@
 // The rows that stream (few-inl.h), of all key heads of a task at once, in dot products of AVX-512. A key's
-// row is read from its first head to its last one before the next key's is: memory goes by in one piece, in
-// the order in which the CPU's own prefetchers expect it.
+// row of the cache is read from its first head to its last one before the next key's is: memory goes by in
+// one piece, in the order in which the CPU's own prefetchers expect it.
 //
 //   s (8 rows x 2 keys) = q kᵀ     a pack: eight rows of q, of as many heads as have eight rows together
 //   p = softmax of s               as it lies (few-softmax-inl.h)
@@ -86,12 +86,8 @@ class LinesAhead {
 
   // The next `lines`; where there are no more, any.
   HWY_INLINE const char* take(std::int64_t lines) {
-    if (line_ >= end_ && count_ > 0) {
-      const auto* row = static_cast<const char*>(*rows_++);
-      --count_;
-      if (row != end_) line_ = row;
-      end_ = row + bytes_;
-    }
+    if (line_ >= end_ && count_ > 0) next_row();
+    if (HWY_UNLIKELY(line_ >= end_)) next_rows();
     const char* line = line_;
     line_ += 64 * lines;
     return line;
@@ -101,6 +97,17 @@ class LinesAhead {
   const void* const* rows_ = nullptr;
   std::int64_t count_ = 0, bytes_ = 0;
   const char *line_ = nullptr, *end_ = nullptr;
+
+  HWY_INLINE void next_row() {
+    const auto* row = static_cast<const char*>(*rows_++);
+    --count_;
+    if (row != end_) line_ = row;
+    end_ = row + bytes_;
+  }
+  // Where what was taken last was longer than a row.
+  HWY_NOINLINE void next_rows() {
+    while (line_ >= end_ && count_ > 0) next_row();
+  }
 };
 
 // How many lines before it is read a line is called for, and how many rows that are: CPUs forget prefetches
@@ -117,7 +124,7 @@ struct RowsAhead {
   }
 };
 
-HWY_INLINE void call(const void* line) { __builtin_prefetch(line, 0, 3); }
+HWY_INLINE void call_for(const void* line) { __builtin_prefetch(line, 0, 3); }
 
 // s of all heads, `rows` rows of each, key by key. With each line the same one of rows that will be read
 // later is called for: `order` has k_rows and what follows them.
@@ -156,14 +163,14 @@ struct PackScores {
       const bfloat16* later[pack_calls];
       for (int n = 0; n < pack_calls; ++n) later[n] = static_cast<const bfloat16*>(order[j + ahead.rows[n]]);
       float *pack_even = even, *to = s + pack_rows * (j - j % 2);
-      for (std::int64_t h = 0; h < head_count; h += pack_heads) {
+      // A pack of all its heads, or of those that are left.
+      const auto pack = [&](std::int64_t first, auto whole) TESSERA_INLINE_LAMBDA {
         Vec acc[pack_rows];
-        HWY_UNROLL(8)
-        for (int r = 0; r < pack_rows; ++r) acc[r] = set(0.0f);
+        for (Vec& sum : acc) sum = set(0.0f);
         HWY_UNROLL(8)
         for (int i = 0; i < pack_heads; ++i) {
-          // Lanes of heads that are not there have what the last one has.
-          const std::int64_t head = std::min(h + i, head_count - 1);
+          const std::int64_t head = first + i;
+          if (!whole && head >= head_count) break;
           const bfloat16 *k_line = k + head * k_head, *q_line = q + head * q_head, *called[pack_calls];
           keep_address(k_line);
           keep_address(q_line);
@@ -173,7 +180,7 @@ struct PackScores {
           }
           const auto line = [&](__m512i cells, std::int64_t l) TESSERA_INLINE_LAMBDA {
             HWY_UNROLL(3)
-            for (int n = 0; n < pack_calls; ++n) call(called[n] + l * cell_step);
+            for (const bfloat16* at : called) call_for(at + l * cell_step);
             HWY_UNROLL(8)
             for (int r = 0; r < rows; ++r) {
               Vec& sum = acc[i * rows + r];
@@ -198,6 +205,11 @@ struct PackScores {
         }
         pack_even += lanes;
         to += pack_rows * PackLayout::s_ld;
+      };
+      std::int64_t h = 0;
+      for (; h + pack_heads <= head_count; h += pack_heads) pack(h, std::true_type());
+      if constexpr (pack_heads > 1) {
+        if (h < head_count) pack(h, std::false_type());
       }
     }
   }
@@ -239,10 +251,10 @@ struct PackValues {
       for (int n = 0; n < pack_calls; ++n) called[n] = next[n].take(lines * keys);
       const auto add_line = [&](std::int64_t c, const auto& load_cells_of) TESSERA_INLINE_LAMBDA {
         HWY_UNROLL(3)
-        for (int n = 0; n < pack_calls; ++n) {
+        for (const char*& line : called) {
           HWY_UNROLL(8)
-          for (int i = 0; i < keys; ++i) call(called[n] + 64 * i);
-          called[n] += 64 * keys;
+          for (int i = 0; i < keys; ++i) call_for(line + 64 * i);
+          line += 64 * keys;
         }
         Vec acc[rows][2];
         HWY_UNROLL(8)
@@ -312,7 +324,7 @@ struct PackProducts {
   }
   // o[line of columns][row] to rows.
   static HWY_NOINLINE void after_values(const Few& few, std::int64_t dim) {
-    alignas(64) float copy[lane_rows * max_head_dim];
+    alignas(64) float copy[pack_rows * max_head_dim];
     std::memcpy(copy, few.o, static_cast<std::size_t>(few.rows * few.o_ld) * sizeof(float));
     for (std::int64_t r = 0; r < few.rows; ++r) {
       float* row = few.o + r * few.o_ld;
@@ -369,27 +381,27 @@ class PackProducts::State : public BlockState<PackProducts::most_lanes> {
     const TaskRows first = task_of(0);
     const bool plain = shows_all(first, rows, key, cols);
     Next none;
-    for (std::int64_t lane = 0; lane < heads * width_; lane += pack_rows) {
-      const auto over_rows = [&](const auto& body) {
-        for (std::int64_t i = lane; i < std::min(lane + pack_rows, heads * width_); ++i) {
-          if (i % width_ < rows_) body(i - lane, i / width_, i % width_);
-        }
-      };
+    const std::int64_t pack_heads = pack_rows / width_;
+    for (std::int64_t begin = 0; begin < heads; begin += pack_heads) {
+      const std::int64_t end = std::min(begin + pack_heads, heads), lane = begin * width_;
       RowLanes of;
-      if (!plain) {
-        over_rows([&](std::int64_t i, std::int64_t h, std::int64_t r) {
-          of.set(i, task_of(h), rows.begin + r, key, cols);
-        });
+      for (std::int64_t h = begin; h < end && !plain; ++h) {
+        const TaskRows task = task_of(h);
+        for (std::int64_t r = 0; r < rows_; ++r)
+          of.set((h - begin) * width_ + r, task, rows.begin + r, key, cols);
       }
       alignas(64) float alpha[lane_rows];
       float* s = few.s + lane * PackLayout::s_ld;
       LaneSoftmax<PackLayout>::run(first.first, plain ? nullptr : &of, pack_rows, cols, s,
                                    reinterpret_cast<bfloat16*>(s), max_ + lane, sum_ + lane, alpha, none);
-      over_rows([&](std::int64_t i, std::int64_t h, std::int64_t r) {
-        if (alpha[i] == 1.0f) return;
-        float* o = few.o + h * rows_ * few.o_ld + r * cell_step;
-        for (std::int64_t c = 0; c < few.o_ld; c += cell_step) scale_row(o + c * rows_, cell_step, alpha[i]);
-      });
+      for (std::int64_t h = begin; h < end; ++h) {
+        for (std::int64_t r = 0; r < rows_; ++r) {
+          const float shrink = alpha[(h - begin) * width_ + r];
+          float* o = few.o + h * rows_ * few.o_ld + r * cell_step;
+          for (std::int64_t c = 0; c < few.o_ld && shrink != 1.0f; c += cell_step)
+            scale_row(o + c * rows_, cell_step, shrink);
+        }
+      }
     }
   }
 

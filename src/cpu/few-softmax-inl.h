@@ -1,4 +1,4 @@
-// The softmax of one head's block of keys in vectors whose lanes are rows, those of one key or of several:
+// The softmax of a block of keys in vectors whose lanes are rows, those of one key or of several:
 // nothing is summed across the lanes of a row's keys but once a block. A layout says where a vector's rows
 // and keys lie, and what the weights p become:
 //

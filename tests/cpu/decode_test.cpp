@@ -206,16 +206,43 @@ TEST_P(DecodeOptions, GroupsOfEverySize) {
   }
 }
 
-// So many key heads that a row of the cache is some KiB, and numbers of them that fill no vector.
+// So many key heads that a row of the cache is some KiB, and numbers of them that fill no vector; all of them
+// in one task, and in several.
 TEST_P(DecodeOptions, LongRows) {
-  for (const std::int64_t group : {1, 2, 3, 4, 5, 7, 8}) {
+  for (const std::int64_t group : {1, 2, 3, 4, 5, 6, 7, 8}) {
     const std::int64_t num_heads_k = group <= 4 ? 15 : 8;
-    for (DecodeCase c : cases_of_group(group, num_heads_k, group <= 4 ? 72 : 136)) {
-      c.cache_seqlens = {95, 1, 161};
-      expect_right(c, text_of("group", group));
+    for (const int threads : {1, 2}) {
+      for (DecodeCase c : cases_of_group(group, num_heads_k, group <= 4 ? 72 : 136)) {
+        c.cache_seqlens = threads == 1 ? std::vector<std::int32_t>{95, 1, 64, 161} : std::vector{33, 90};
+        c.threads = threads;
+        expect_right(c, text_of("group", group) + text_of("threads", threads));
+      }
     }
   }
 }
+
+DecodeCase random_case_of_long_rows(std::uint64_t seed) {
+  DecodeCase c = random_decode_case(seed);
+  const std::int64_t heads[] = {8, 16, 33, 64}, group = 1 + static_cast<std::int64_t>(seed % 8);
+  c.num_heads_k = heads[seed / 8 % 4];
+  c.num_heads_q = c.num_heads_k * std::min(group, 64 / c.num_heads_k);
+  const std::int64_t least = 1024 / c.num_heads_k;  // of numbers, 2 KiB
+  c.head_dim = std::max(c.head_dim, least);
+  c.head_dim_v = std::max(c.head_dim_v, least);
+  c.dtype = DType::bfloat16;
+  c.num_splits = static_cast<std::int64_t>(seed % 3);
+  for (std::int32_t& length : c.cache_seqlens) length = length % 300;
+  for (std::size_t b = 0; b < c.leftpad.size(); ++b)
+    c.leftpad[b] = std::min(c.leftpad[b], c.cache_seqlens[b]);
+  c.seqlen_q = std::min<std::int64_t>(c.seqlen_q, 3);
+  c.rotary_dim = std::min<std::int64_t>(c.rotary_dim, 16);
+  c.threads = seed % 2 == 0 ? 1 : 2;
+  return c;
+}
+TEST_P(DecodeOptions, RandomLongRows1) { expect_right_part(0, 96, random_case_of_long_rows); }
+TEST_P(DecodeOptions, RandomLongRows2) { expect_right_part(1, 96, random_case_of_long_rows); }
+TEST_P(DecodeOptions, RandomLongRows3) { expect_right_part(2, 96, random_case_of_long_rows); }
+TEST_P(DecodeOptions, RandomLongRows4) { expect_right_part(3, 96, random_case_of_long_rows); }
 
 void random_cases(std::uint64_t part) { DecodeTest::expect_right_part(part, 120, random_decode_case); }
 TEST_P(DecodeOptions, RandomCases1) { random_cases(0); }
@@ -370,7 +397,7 @@ TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
       DecodeTensors whole(forced(c));
       (void)outputs(whole);
       for (std::int64_t b = 0; b < whole.batch(); ++b) {
-        for (const std::int64_t page : {0, 3, 64}) {
+        for (const std::int64_t page : {0, 1, 3, 64}) {
           DecodeCase one = whole.settings;
           one.cache_seqlens = {c.cache_seqlens[b]};
           one.page_size = page;
