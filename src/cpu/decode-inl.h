@@ -321,9 +321,8 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   while (split < work.splits.end) finish();
 }
 #if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX)
-static_assert(PackProducts::most_lanes <= stream_task_rows &&
-              PackProducts::most_lanes * PackLayout::s_ld <=
-                  (stream_task_rows + few_rows) * DecodeScratch::few_ld);
+static_assert(most_pack_lanes <= stream_task_rows &&
+              most_pack_lanes * col_align <= (stream_task_rows + few_rows) * DecodeScratch::few_ld);
 // Packs take rows of the cache as a whole: they pay where these are long (NOTES.md). It is the problem that
 // decides, not what a task takes of it, nor the size of a page: a sequence's bits depend on neither.
 HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
@@ -331,7 +330,7 @@ HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
     return view.head == dim &&
            problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least_pack_bytes;
   };
-  return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= PackProducts::most_lanes &&
+  return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= most_pack_lanes &&
          is_long(problem.k, problem.head_dim) && is_long(problem.v, problem.head_dim_v);
 }
 #endif

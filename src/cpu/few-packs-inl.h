@@ -1,32 +1,36 @@
 // The rows that stream (few-inl.h), of all key heads of a task at once, in dot products of AVX-512. A key's
-// row of the cache is read from its first head to its last one before the next key's is: memory goes by in
-// one piece, in the order in which the CPU's own prefetchers expect it.
+// row of the cache is read from its first head to its last one before the next ones are, one key or a few at
+// a time: memory goes by in one piece, in the order in which the CPU's own prefetchers expect it.
 //
-//   s (8 rows x 2 keys) = q kᵀ     a pack: eight rows of q, of as many heads as have eight rows together
-//   p = softmax of s               as it lies (few-softmax-inl.h)
-//   o (rows x columns) += p v      a few keys in step, so that o is loaded and stored once for them
+//   s = q kᵀ                  of one or two rows a head: a pack, eight rows of several heads x 2 keys;
+//                             of more: quads, four rows x 4 keys (few-quads-inl.h)
+//   p = softmax of s          as it lies (few-softmax-inl.h), in the time that v takes to come
+//   o (rows x columns) += p v a few keys in step, so that o is loaded and stored once for them
 #pragma once
 
+#include "cpu/few-quads-inl.h"
 #include "cpu/few-softmax-inl.h"
+#include "cpu/lines-ahead-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr std::int64_t pack_rows = 8;
-constexpr std::int64_t most_packs = 8;           // of a task
+constexpr std::int64_t most_pack_lanes = 64;     // of a task
 constexpr std::int64_t least_pack_bytes = 2048;  // of a row of the cache
 
-// A head's rows take 1, 2, 4 or 8 lanes: packs end where heads do.
+// A head's rows take 1, 2, 4 or 8 lanes: packs and quads end where heads do.
 constexpr std::int64_t pack_width(std::int64_t rows) {
   std::int64_t width = 1;
   while (width < rows) width *= 2;
   return width;
 }
+constexpr bool in_quads(std::int64_t rows) { return rows > 2; }
 
-// A pack's scores are s[key][row]. Its weights, in the place of s, are p[key / 2][row][key % 2].
+// A pack's scores are s[key / 2][key % 2][row]. Its weights, in the place of s, are p[key / 2][row][key % 2].
+// `c` is even.
 struct PackLayout {
   static constexpr std::int64_t rows = pack_rows;
-  static constexpr std::int64_t s_ld = col_align, p_ld = 2 * col_align;
   static constexpr bool called_with_maxima = false;
 
   static HWY_INLINE Vec load_rows(const float* s, std::int64_t c) { return load(s + rows * c); }
@@ -56,169 +60,192 @@ struct PackLayout {
   static HWY_INLINE Vec across_keys(Vec x, const Combine& combine) {
     return combine(x, hn::ConcatLowerUpper(FloatTag(), x, x));
   }
-  template <class Weigh>
-  static HWY_INLINE void store_weights(std::int64_t cols, bfloat16* p, const Weigh& weigh) {
-    for (std::int64_t c = 0; c < cols; c += 4) {
-      store_pairs(weigh(c, 0), p + rows * c);
-      store_pairs(weigh(c + 2, 1), p + rows * (c + 2));
-    }
-  }
-
- private:
   // Two keys' rows, rounded, to pairs.
-  static HWY_INLINE void store_pairs(Vec x, bfloat16* to) {
+  static HWY_INLINE void store_weights(Vec x, bfloat16* p, std::int64_t c) {
     const __m256i order = _mm256_set_epi16(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
     const __m256i pairs = _mm256_permutexvar_epi16(order, rounded(x));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + rows * c), pairs);
   }
+  // Where the cell of row r and of keys j and j + 1 lies, j even.
+  static HWY_INLINE std::int64_t cell(std::int64_t r, std::int64_t j) { return rows * j + 2 * r; }
 };
 static_assert(lanes == 2 * pack_rows && col_align % 8 == 0 && col_unit % 8 == 0);
+
+// A block's scores, lane by lane, of packs or of quads: the vectors of `Layout::rows` lanes lie together,
+// those of the next lanes behind them.
+struct PackBlock {
+  float* s;                                       // becomes p
+  alignas(64) float most[4 * most_pack_lanes];    // the largest score of each lane of a vector
+  alignas(64) float scale[4 * most_pack_lanes];   // how scores become weights
+  alignas(64) float shift[4 * most_pack_lanes];   //
+  alignas(64) float shrink[4 * most_pack_lanes];  // of blocks before
+  alignas(64) float total[4 * most_pack_lanes];   // of weights
+
+  HWY_INLINE float* scores(std::int64_t lane) const { return s + lane * col_align; }
+  HWY_INLINE bfloat16* weights(std::int64_t lane) const { return reinterpret_cast<bfloat16*>(scores(lane)); }
+  // Where one vector's numbers of the lanes from `lane` on are, in the arrays above.
+  template <class Layout>
+  static HWY_INLINE std::int64_t at(std::int64_t lane) {
+    return lane * (lanes / Layout::rows);
+  }
+
+  template <class Layout>
+  HWY_INLINE void keep_scores(Vec x, std::int64_t lane, std::int64_t c) {
+    float* largest = most + at<Layout>(lane);
+    Layout::store_rows(x, scores(lane), c);
+    store(LaneSoftmax<Layout>::larger(x, load(largest)), largest);
+  }
+  // The weights of `keys` keys from j on.
+  template <class Layout, int keys>
+  HWY_INLINE void weigh(std::int64_t lane, std::int64_t j) {
+    constexpr int step = static_cast<int>(lanes / Layout::rows);
+    const std::int64_t i = at<Layout>(lane);
+    const typename LaneSoftmax<Layout>::Weighing weight{load(scale + i), load(shift + i)};
+    Vec sum = load(total + i);
+    HWY_UNROLL(4)
+    for (int c = 0; c < keys; c += step) {
+      const Vec x = weight(Layout::load_rows(scores(lane), j + c));
+      sum = hn::Add(sum, x);
+      Layout::store_weights(x, weights(lane), j + c);
+    }
+    store(sum, total + i);
+  }
+};
+static_assert(4 * QuadLayout::rows == lanes && QuadLayout::s_ld == col_align);
 
 // The first n of a line's 32 numbers.
 HWY_INLINE __mmask32 cells_there(std::int64_t n) { return ~__mmask32{0} >> (cell_step - n); }
 
-// Rows in the order in which they will be read, from one of them on, line by line.
-class LinesAhead {
- public:
-  LinesAhead() = default;
-  LinesAhead(const void* const* rows, std::int64_t count, std::int64_t bytes)
-      : rows_(rows), count_(count), bytes_(bytes) {}
+// Lines before a line is read in which it is called for.
+constexpr std::int64_t k_lines_ahead[line_calls] = {320, 256, 160},
+                       v_lines_ahead[line_calls] = {288, 192, 96};
 
-  // The next `lines`; where there are no more, any.
-  HWY_INLINE const char* take(std::int64_t lines) {
-    if (line_ >= end_ && count_ > 0) next_row();
-    if (HWY_UNLIKELY(line_ >= end_)) next_rows();
-    const char* line = line_;
-    line_ += 64 * lines;
-    return line;
-  }
-
- private:
-  const void* const* rows_ = nullptr;
-  std::int64_t count_ = 0, bytes_ = 0;
-  const char *line_ = nullptr, *end_ = nullptr;
-
-  HWY_INLINE void next_row() {
-    const auto* row = static_cast<const char*>(*rows_++);
-    --count_;
-    if (row != end_) line_ = row;
-    end_ = row + bytes_;
-  }
-  // Where what was taken last was longer than a row.
-  HWY_NOINLINE void next_rows() {
-    while (line_ >= end_ && count_ > 0) next_row();
-  }
-};
-
-// How many lines before it is read a line is called for, and how many rows that are: CPUs forget prefetches
-// that they have no room for, so it is three times (NOTES.md).
-constexpr int pack_calls = 3;
-constexpr std::int64_t k_lines_ahead[pack_calls] = {384, 256, 128},
-                       v_lines_ahead[pack_calls] = {384, 288, 192};
-
-struct RowsAhead {
-  std::int64_t rows[pack_calls];
-
-  RowsAhead(const std::int64_t (&lines)[pack_calls], std::int64_t row_lines, std::int64_t most) {
-    for (int n = 0; n < pack_calls; ++n) rows[n] = std::min((lines[n] + row_lines - 1) / row_lines, most);
-  }
-};
-
-HWY_INLINE void call_for(const void* line) { __builtin_prefetch(line, 0, 3); }
-
-// s of all heads, `rows` rows of each, key by key. With each line the same one of rows that will be read
-// later is called for: `order` has k_rows and what follows them.
+// s of all heads. With each line another one is called for.
 struct PackScores {
   const bfloat16* q;
   std::int64_t q_head;  // from one head's q to the next one's
   std::int64_t heads, k_head, dim;
-  float* s;
-  const void *const *k_rows, *const *order;
+  const void* const* k_rows;
   std::int64_t keys;
-  RowsAhead ahead;
 
+  // In packs: `rows` rows a head, key by key. Heads are a loop of a few instructions, whose sums go by way of
+  // memory: with all heads of a pack in one piece of code each of its loads went by 2 KiB at a time, and
+  // memory was up to 13 % slower.
   template <int rows>
-  HWY_INLINE void run() const {
+  HWY_INLINE void by_key(PackBlock& block, Calls& calls) const {
     switch (dim) {
       case 64:
-        return run_lines<rows, 2>();
+        return by_key_of<rows, 2>(block, calls);
       case 128:
-        return run_lines<rows, 4>();
+        return by_key_of<rows, 4>(block, calls);
       default:
-        return run_lines<rows, 0>();
+        return by_key_of<rows, 0>(block, calls);
+    }
+  }
+
+  // In quads: four keys at a time.
+  template <int quads>
+  HWY_NOINLINE void by_quads(PackBlock& block, Calls& calls) const {
+    constexpr int at_once = 4;
+    const std::int64_t columns = dim, head_bytes = columns * static_cast<std::int64_t>(sizeof(bfloat16));
+    for (std::int64_t j = 0; j < keys; j += at_once) {
+      const bfloat16* k[at_once];
+      for (int n = 0; n < at_once; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]);
+      const bfloat16* q_of_head = q;
+      for (std::int64_t h = 0; h < heads; ++h) {
+        Called called(calls, at_once * head_bytes);
+        const bfloat16* from = q_of_head;
+        Vec acc[quads][at_once];
+        HWY_UNROLL(2)
+        for (int t = 0; t < quads; ++t) {
+          HWY_UNROLL(4)
+          for (int n = 0; n < at_once; ++n) acc[t][n] = set(0.0f);
+        }
+        const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
+          called.call<1>();
+          Cells qc[quads];
+          HWY_UNROLL(2)
+          for (int t = 0; t < quads; ++t) qc[t] = load_cells(from + t * cell_step, cell_step);
+          from += quads * cell_step;
+          HWY_UNROLL(4)
+          for (int n = 0; n < at_once; ++n) {
+            const Cells kc = load_block(k[n] + c, left);
+            HWY_UNROLL(2)
+            for (int t = 0; t < quads; ++t) acc[t][n] = add_dots(acc[t][n], qc[t], kc);
+          }
+        };
+        std::int64_t c = 0;
+        for (; c + quad_step <= columns; c += quad_step) step(c, quad_step);
+        if (c < columns) step(c, columns - c);
+        HWY_UNROLL(2)
+        for (int t = 0; t < quads; ++t) {
+          block.keep_scores<QuadLayout>(fold_four(acc[t][0], acc[t][1], acc[t][2], acc[t][3]),
+                                        (h * quads + t) * QuadLayout::rows, j);
+        }
+        q_of_head += q_head;
+        for (const bfloat16*& row : k) row += k_head;
+      }
     }
   }
 
  private:
   // Of `whole_lines` lines; 0: of as many as the dim has, the last of which may be a part of one.
   template <int rows, int whole_lines>
-  HWY_NOINLINE void run_lines() const {
-    constexpr std::int64_t pack_heads = pack_rows / rows;
+  HWY_NOINLINE void by_key_of(PackBlock& block, Calls& calls) const {
     const std::int64_t lines = whole_lines > 0 ? whole_lines : (dim + cell_step - 1) / cell_step;
     const __mmask32 last = cells_there(dim - (lines - 1) * cell_step);
     const std::int64_t head_count = heads;
-    alignas(64) float even[most_packs * lanes];  // of each pack, what is left to sum of an even key's scores
+    alignas(64) float sums[most_pack_lanes * lanes] = {};  // of each row, to be summed further
+    alignas(64) float even[2 * most_pack_lanes];           // of an even key, likewise
     for (std::int64_t j = 0; j < keys + keys % 2; ++j) {
+      Called called(calls, head_count * k_head * static_cast<std::int64_t>(sizeof(bfloat16)));
       const auto* k = static_cast<const bfloat16*>(k_rows[j]);
-      const bfloat16* later[pack_calls];
-      for (int n = 0; n < pack_calls; ++n) later[n] = static_cast<const bfloat16*>(order[j + ahead.rows[n]]);
-      float *pack_even = even, *to = s + pack_rows * (j - j % 2);
-      // A pack of all its heads, or of those that are left.
-      const auto pack = [&](std::int64_t first, auto whole) TESSERA_INLINE_LAMBDA {
-        Vec acc[pack_rows];
+      const bfloat16* q_line = q;
+      float* to = sums;
+      HWY_UNROLL(2)
+      for (std::int64_t h = 0; h < head_count; ++h) {
+        keep_address(k);
+        for (const char*& line : called.at) keep_address(line);
+        Vec acc[rows];
         for (Vec& sum : acc) sum = set(0.0f);
-        HWY_UNROLL(8)
-        for (int i = 0; i < pack_heads; ++i) {
-          const std::int64_t head = first + i;
-          if (!whole && head >= head_count) break;
-          const bfloat16 *k_line = k + head * k_head, *q_line = q + head * q_head, *called[pack_calls];
-          keep_address(k_line);
-          keep_address(q_line);
-          for (int n = 0; n < pack_calls; ++n) {
-            called[n] = later[n] + head * k_head;
-            keep_address(called[n]);
-          }
-          const auto line = [&](__m512i cells, std::int64_t l) TESSERA_INLINE_LAMBDA {
-            HWY_UNROLL(3)
-            for (const bfloat16* at : called) call_for(at + l * cell_step);
-            HWY_UNROLL(8)
-            for (int r = 0; r < rows; ++r) {
-              Vec& sum = acc[i * rows + r];
-              sum = add_dots(sum, q_line + (l * rows + r) * cell_step, Cells{cells});
-            }
-          };
-          if constexpr (whole_lines > 0) {
-            HWY_UNROLL(4)
-            for (int l = 0; l < whole_lines; ++l) line(_mm512_loadu_si512(k_line + l * cell_step), l);
-          } else {
-            std::int64_t l = 0;
-            for (; l + 1 < lines; ++l) line(_mm512_loadu_si512(k_line + l * cell_step), l);
-            line(_mm512_maskz_loadu_epi16(last, k_line + l * cell_step), l);
-          }
-        }
-        const Vec sums =
-            fold_blocks(fold_four(acc[0], acc[1], acc[2], acc[3]), fold_four(acc[4], acc[5], acc[6], acc[7]));
-        if (j % 2 == 0) {
-          store(sums, pack_even);
+        const auto line = [&](__m512i cells) TESSERA_INLINE_LAMBDA {
+          called.call<1>();
+          HWY_UNROLL(2)
+          for (int r = 0; r < rows; ++r) acc[r] = add_dots(acc[r], q_line + r * cell_step, Cells{cells});
+          q_line += rows * cell_step;
+        };
+        if constexpr (whole_lines > 0) {
+          HWY_UNROLL(4)
+          for (int l = 0; l < whole_lines; ++l) line(_mm512_loadu_si512(k + l * cell_step));
         } else {
-          store(fold_blocks(load(pack_even), sums), to);
+          std::int64_t l = 0;
+          for (; l + 1 < lines; ++l) line(_mm512_loadu_si512(k + l * cell_step));
+          line(_mm512_maskz_loadu_epi16(last, k + l * cell_step));
         }
-        pack_even += lanes;
-        to += pack_rows * PackLayout::s_ld;
-      };
-      std::int64_t h = 0;
-      for (; h + pack_heads <= head_count; h += pack_heads) pack(h, std::true_type());
-      if constexpr (pack_heads > 1) {
-        if (h < head_count) pack(h, std::false_type());
+        HWY_UNROLL(2)
+        for (int r = 0; r < rows; ++r) store(acc[r], to + r * lanes);
+        to += rows * lanes;
+        k += k_head;
+        q_line += q_head - lines * rows * cell_step;
+      }
+      for (std::int64_t lane = 0; lane < head_count * rows; lane += pack_rows) {
+        const auto sum = [&](int r) TESSERA_INLINE_LAMBDA { return load(sums + (lane + r) * lanes); };
+        const Vec folded =
+            fold_blocks(fold_four(sum(0), sum(1), sum(2), sum(3)), fold_four(sum(4), sum(5), sum(6), sum(7)));
+        float* pack_even = even + 2 * lane;
+        if (j % 2 == 0) {
+          store(folded, pack_even);
+        } else {
+          block.keep_scores<PackLayout>(fold_blocks(load(pack_even), folded), lane, j - 1);
+        }
       }
     }
   }
 };
 
-// o of all heads, `rows` rows of each, a few keys at a time. With each line of o's columns as many lines of
-// `next` are called for as there are keys.
+// o of all heads, `rows` rows of each, a few keys at a time. With each line of v another one is called for.
 struct PackValues {
-  const bfloat16* p;
+  PackBlock& block;
   std::int64_t width;  // lanes from one head's rows to the next one's
   std::int64_t heads, v_head, dim;
   float* o;  // [head][line of columns][row]
@@ -226,36 +253,54 @@ struct PackValues {
   static constexpr int keys_at_once(std::int64_t rows) { return rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
 
   template <int rows>
-  HWY_NOINLINE void run(const void* const* v_rows, std::int64_t keys, LinesAhead (&next)[pack_calls]) const {
+  HWY_NOINLINE void run(const void* const* v_rows, std::int64_t keys, Calls& calls) const {
     constexpr int at_once = keys_at_once(rows);
+    if (keys == 0) return;
+    for (std::int64_t h = 0; h < heads; ++h) weigh_head<rows, at_once>(h, 0);
     std::int64_t j = 0;
-    for (; j + at_once <= keys; j += at_once) add_keys<rows, at_once>(v_rows + j, j, next);
-    if constexpr (at_once > 2) {
-      for (; j + 2 <= keys; j += 2) add_keys<rows, 2>(v_rows + j, j, next);
+    for (; j + at_once <= keys; j += at_once) {
+      const bool more = j + at_once < keys;
+      add_keys<rows, at_once>(v_rows + j, j, calls, [&](std::int64_t h) TESSERA_INLINE_LAMBDA {
+        if (more) weigh_head<rows, at_once>(h, j + at_once);
+      });
     }
-    if (j < keys) add_keys<rows, 1>(v_rows + j, j, next);
+    const auto nothing = [](std::int64_t /*h*/) {};
+    if constexpr (at_once > 2) {
+      for (; j + 2 <= keys; j += 2) add_keys<rows, 2>(v_rows + j, j, calls, nothing);
+    }
+    if (j < keys) add_keys<rows, 1>(v_rows + j, j, calls, nothing);
   }
 
  private:
+  template <int rows>
+  using LayoutOf = std::conditional_t<in_quads(rows), QuadLayout, PackLayout>;
+
+  // The weights of a head's quads, or of the pack that begins with it.
   template <int rows, int keys>
-  HWY_INLINE void add_keys(const void* const* v_rows, std::int64_t j, LinesAhead (&next)[pack_calls]) const {
-    const std::int64_t columns = dim, lines = (columns + cell_step - 1) / cell_step;
+  HWY_INLINE void weigh_head(std::int64_t h, std::int64_t j) const {
+    const std::int64_t lane = h * width;
+    if constexpr (in_quads(rows)) {
+      HWY_UNROLL(2)
+      for (int r = 0; r < rows; r += QuadLayout::rows) block.weigh<QuadLayout, keys>(lane + r, j);
+    } else {
+      if (lane % pack_rows == 0) block.weigh<PackLayout, keys>(lane, j);
+    }
+  }
+
+  // `between` is called once for each head, where its work has other work to hide behind.
+  template <int rows, int keys, class Between>
+  HWY_INLINE void add_keys(const void* const* v_rows, std::int64_t j, Calls& calls,
+                           const Between& between) const {
+    using Layout = LayoutOf<rows>;
+    const std::int64_t columns = dim;
     const bfloat16* v[keys];
     for (int i = 0; i < keys; ++i) v[i] = static_cast<const bfloat16*>(v_rows[i]);
     float* HWY_RESTRICT to = o;
     for (std::int64_t h = 0; h < heads; ++h) {
-      const std::int64_t lane = h * width;
-      const bfloat16* cells =
-          p + lane / pack_rows * (pack_rows * PackLayout::p_ld) + pack_rows * j + 2 * (lane % pack_rows);
-      const char* called[pack_calls];
-      for (int n = 0; n < pack_calls; ++n) called[n] = next[n].take(lines * keys);
+      const std::int64_t lane = h * width, in_vector = lane % Layout::rows;
+      const bfloat16* p = block.weights(lane - in_vector) + Layout::cell(in_vector, j);
+      Called called(calls, keys * columns * static_cast<std::int64_t>(sizeof(bfloat16)));
       const auto add_line = [&](std::int64_t c, const auto& load_cells_of) TESSERA_INLINE_LAMBDA {
-        HWY_UNROLL(3)
-        for (const char*& line : called) {
-          HWY_UNROLL(8)
-          for (int i = 0; i < keys; ++i) call_for(line + 64 * i);
-          line += 64 * keys;
-        }
         Vec acc[rows][2];
         HWY_UNROLL(8)
         for (int r = 0; r < rows; ++r) {
@@ -264,14 +309,17 @@ struct PackValues {
         }
         HWY_UNROLL(4)
         for (int i = 0; i < keys; i += 2) {
+          called.call<(keys > 1 ? 2 : 1)>();
           const __m512i x = load_cells_of(v[i] + c);
           const __m512i y =
               i + 1 < keys ? load_cells_of(v[i + 1 < keys ? i + 1 : i] + c) : _mm512_setzero_si512();
           const Cells low{_mm512_unpacklo_epi16(x, y)}, high{_mm512_unpackhi_epi16(x, y)};
           HWY_UNROLL(8)
           for (int r = 0; r < rows; ++r) {
+            constexpr std::int64_t next_vector = 2 * Layout::rows * col_align;
             std::uint32_t cell;
-            std::memcpy(&cell, cells + i * pack_rows + 2 * r, sizeof(cell));
+            std::memcpy(&cell, p + r / Layout::rows * next_vector + Layout::cell(r % Layout::rows, i),
+                        sizeof(cell));
             const Cells pair = hn::Set(UintTag(), cell);
             acc[r][0] = add_dots(acc[r][0], pair, low);
             acc[r][1] = add_dots(acc[r][1], pair, high);
@@ -283,6 +331,7 @@ struct PackValues {
           store(acc[r][1], to + r * cell_step + lanes);
         }
         to += rows * cell_step;
+        if (c == 0) between(h);
       };
       std::int64_t c = 0;
       for (; c + cell_step <= columns; c += cell_step)
@@ -299,27 +348,28 @@ struct PackValues {
 
 struct PackProducts {
   static constexpr bool by_block = true, heads_at_once = true;
-  static constexpr std::int64_t most_lanes = most_packs * pack_rows;  // of a task
 
   // In floats, of which each takes the room of two numbers.
   static constexpr std::int64_t q_rows(std::int64_t rows) { return (pack_width(rows) + 1) / 2; }
   static std::int64_t passes_of_scores(std::int64_t /*rows*/) { return 1; }
   static std::int64_t passes_of_values(std::int64_t /*rows*/) { return 1; }
-  // q[line][row]. Rows that are not there are zeros.
+  // q[piece of the dim][row]: pieces of a line in packs, of 16 bytes in quads. Rows that are not there are
+  // zeros.
   static HWY_INLINE void load_queries(const TaskRows& task, const Few& few) {
     const std::int64_t depth = round_up(task.problem.head_dim, cell_step), width = pack_width(few.rows);
+    const std::int64_t piece = in_quads(few.rows) ? quad_step : cell_step;
     alignas(64) float row[max_head_dim];
+    alignas(64) bfloat16 halves[max_head_dim];
     for (std::int64_t r = 0; r < width; ++r) {
       if (r < few.rows) {
         load_query(task, r, row, depth);
       } else {
         zero_row(row, depth);
       }
-      bfloat16* to = reinterpret_cast<bfloat16*>(few.q) + r * cell_step;
-      for (std::int64_t c = 0; c < depth; c += cell_step, to += width * cell_step) {
-        store_rounded(load(row + c), to);
-        store_rounded(load(row + c + lanes), to + lanes);
-      }
+      for (std::int64_t c = 0; c < depth; c += lanes) store_rounded(load(row + c), halves + c);
+      bfloat16* to = reinterpret_cast<bfloat16*>(few.q) + r * piece;
+      for (std::int64_t c = 0; c < depth; c += piece)
+        std::memcpy(to + c * width, halves + c, static_cast<std::size_t>(piece) * sizeof(bfloat16));
     }
   }
   // o[line of columns][row] to rows.
@@ -337,7 +387,7 @@ struct PackProducts {
   class State;
 };
 
-class PackProducts::State : public BlockState<PackProducts::most_lanes> {
+class PackProducts::State : public BlockState<most_pack_lanes> {
  public:
   explicit State(std::int64_t rows) : BlockState(rows, pack_width(rows)) {}
 
@@ -351,26 +401,27 @@ class PackProducts::State : public BlockState<PackProducts::most_lanes> {
     std::fill(to, std::end(order_), to[-1]);
   }
 
-  void scores(const Few& few, std::int64_t heads, std::int64_t k_head) const {
+  void scores(const Few& few, std::int64_t heads, std::int64_t k_head) {
+    block_.s = few.s;
+    std::fill_n(block_.most, std::size(block_.most), -infinity);
+    Calls calls;
+    call_from(order_, k_lines_ahead, heads * k_head, calls);
     const PackScores to{reinterpret_cast<const bfloat16*>(few.q),
                         2 * q_rows(rows_) * few.q_ld,
                         heads,
                         k_head,
                         dim_,
-                        few.s,
                         k_rows_,
-                        order_,
-                        keys_,
-                        {k_lines_ahead, row_lines(heads, dim_), most_ahead}};
+                        keys_};
     switch (width_) {
       case 1:
-        return to.run<1>();
+        return to.by_key<1>(block_, calls);
       case 2:
-        return to.run<2>();
+        return to.by_key<2>(block_, calls);
       case 4:
-        return to.run<4>();
+        return to.by_quads<1>(block_, calls);
       default:
-        return to.run<8>();
+        return to.by_quads<2>(block_, calls);
     }
   }
 
@@ -378,53 +429,83 @@ class PackProducts::State : public BlockState<PackProducts::most_lanes> {
   template <class TaskOf>
   HWY_INLINE void softmax(const TaskOf& task_of, const Few& few, std::int64_t heads, Range rows,
                           std::int64_t key, Range cols) {
-    const TaskRows first = task_of(0);
-    const bool plain = shows_all(first, rows, key, cols);
-    Next none;
-    const std::int64_t pack_heads = pack_rows / width_;
-    for (std::int64_t begin = 0; begin < heads; begin += pack_heads) {
-      const std::int64_t end = std::min(begin + pack_heads, heads), lane = begin * width_;
-      RowLanes of;
-      for (std::int64_t h = begin; h < end && !plain; ++h) {
-        const TaskRows task = task_of(h);
-        for (std::int64_t r = 0; r < rows_; ++r)
-          of.set((h - begin) * width_ + r, task, rows.begin + r, key, cols);
-      }
-      alignas(64) float alpha[lane_rows];
-      float* s = few.s + lane * PackLayout::s_ld;
-      LaneSoftmax<PackLayout>::run(first.first, plain ? nullptr : &of, pack_rows, cols, s,
-                                   reinterpret_cast<bfloat16*>(s), max_ + lane, sum_ + lane, alpha, none);
-      for (std::int64_t h = begin; h < end; ++h) {
-        for (std::int64_t r = 0; r < rows_; ++r) {
-          const float shrink = alpha[(h - begin) * width_ + r];
-          float* o = few.o + h * rows_ * few.o_ld + r * cell_step;
-          for (std::int64_t c = 0; c < few.o_ld && shrink != 1.0f; c += cell_step)
-            scale_row(o + c * rows_, cell_step, shrink);
-        }
-      }
-    }
+    if (in_quads(rows_)) return softmax_of<QuadLayout>(task_of, few, heads, rows, key, cols);
+    softmax_of<PackLayout>(task_of, few, heads, rows, key, cols);
   }
 
-  void values(const Few& few, std::int64_t heads, std::int64_t v_head) const {
-    const RowsAhead ahead(v_lines_ahead, row_lines(heads, dim_v_), most_ahead);
-    LinesAhead next[pack_calls];
-    for (int n = 0; n < pack_calls; ++n) {
-      const void* const* from = order_ + keys_ + ahead.rows[n];
-      next[n] = LinesAhead(from, std::end(order_) - from,
-                           heads * v_head * static_cast<std::int64_t>(sizeof(bfloat16)));
+  void values(const Few& few, std::int64_t heads, std::int64_t v_head) {
+    Calls calls;
+    call_from(order_ + keys_, v_lines_ahead, heads * v_head, calls);
+    const PackValues to{block_, width_, heads, v_head, dim_v_, few.o};
+    with_rows(rows_, [&](auto rows) HWY_ATTR { to.run<rows>(v_rows_, keys_, calls); });
+    if (in_quads(rows_)) {
+      add_sums<QuadLayout>(heads);
+    } else {
+      add_sums<PackLayout>(heads);
     }
-    const PackValues to{reinterpret_cast<const bfloat16*>(few.s), width_, heads, v_head, dim_v_, few.o};
-    with_rows(rows_, [&](auto rows) HWY_ATTR { to.run<rows>(v_rows_, keys_, next); });
   }
 
  private:
   static constexpr std::int64_t most_keys = col_align;  // of a block
   static constexpr std::int64_t most_ahead = 2 * most_keys;
 
+  PackBlock block_;
   const void* order_[2 * most_keys + most_ahead] = {};  // k, v and those of the next block
 
-  static std::int64_t row_lines(std::int64_t heads, std::int64_t dim) {
-    return heads * ((dim + cell_step - 1) / cell_step);
+  HWY_INLINE void call_from(const void* const* rows, const std::int64_t (&lines)[line_calls],
+                            std::int64_t row_size, Calls& calls) const {
+    start_calls(calls, lines, rows, std::end(order_) - rows,
+                row_size * static_cast<std::int64_t>(sizeof(bfloat16)), most_ahead);
+  }
+
+  // How the scores become weights; o shrinks by what it makes of the maxima.
+  template <class Layout, class TaskOf>
+  HWY_NOINLINE void softmax_of(const TaskOf& task_of, const Few& few, std::int64_t heads, Range rows,
+                               std::int64_t key, Range cols) {
+    using Softmax = LaneSoftmax<Layout>;
+    const TaskRows first = task_of(0);
+    const bool plain = shows_all(first, rows, key, cols);
+    Next none;
+    for (std::int64_t begin = 0; begin < heads * width_; begin += Layout::rows) {
+      const auto over_rows = [&](const auto& body) {
+        for (std::int64_t i = 0; i < Layout::rows; ++i) {
+          const std::int64_t h = (begin + i) / width_, r = (begin + i) % width_;
+          if (h < heads && r < rows_) body(i, h, r);
+        }
+      };
+      const std::int64_t at = PackBlock::at<Layout>(begin);
+      float* s = block_.scores(begin);
+      Vec scale = set(first.first.scale), largest = load(block_.most + at), shrink;
+      if (!plain) {
+        RowLanes of;
+        over_rows([&](std::int64_t i, std::int64_t h, std::int64_t r) {
+          of.set(i, task_of(h), rows.begin + r, key, cols);
+        });
+        Softmax::make_scores(first.first, of, 0, s, cols.end);
+        scale = Layout::of_rows(of.exponent);
+        largest = Softmax::largest_of(s, cols.end, none);
+      }
+      const auto weighing = Softmax::settle(largest, s, cols.end, scale, max_ + begin, shrink);
+      store(weighing.scale, block_.scale + at);
+      store(weighing.shift, block_.shift + at);
+      store(shrink, block_.shrink + at);
+      store(set(0.0f), block_.total + at);
+      alignas(64) float alpha[lanes];
+      Layout::keep_rows(shrink, alpha);
+      over_rows([&](std::int64_t i, std::int64_t h, std::int64_t r) HWY_ATTR {
+        float* o = few.o + h * rows_ * few.o_ld + r * cell_step;
+        for (std::int64_t c = 0; c < few.o_ld && alpha[i] != 1.0f; c += cell_step)
+          scale_row(o + c * rows_, cell_step, alpha[i]);
+      });
+    }
+  }
+
+  template <class Layout>
+  HWY_INLINE void add_sums(std::int64_t heads) {
+    for (std::int64_t lane = 0; lane < heads * width_; lane += Layout::rows) {
+      const std::int64_t at = PackBlock::at<Layout>(lane);
+      LaneSoftmax<Layout>::add_to_sum(load(block_.total + at), load(block_.shrink + at), sum_ + lane);
+    }
   }
 
   template <int count = static_cast<int>(pack_rows), class Body>

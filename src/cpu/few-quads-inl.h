@@ -51,9 +51,14 @@ struct QuadLayout {
   template <class Weigh>
   static HWY_INLINE void store_weights(std::int64_t cols, bfloat16* p, const Weigh& weigh) {
     for (std::int64_t c = 0; c < cols; c += 8) {
-      store_rounded(weigh(c, 0), p + rows * c);
-      store_rounded(weigh(c + 4, 1), p + rows * (c + 4));
+      store_weights(weigh(c, 0), p, c);
+      store_weights(weigh(c + 4, 1), p, c + 4);
     }
+  }
+  static HWY_INLINE void store_weights(Vec x, bfloat16* p, std::int64_t c) { store_rounded(x, p + rows * c); }
+  // Where the cell of row r and of keys j and j + 1 lies, j even.
+  static HWY_INLINE std::int64_t cell(std::int64_t r, std::int64_t j) {
+    return 4 * r + 4 * j - 3 * (j & 2);  // 16 (j / 4) + j % 4
   }
 
  private:
@@ -68,8 +73,7 @@ struct QuadCells {
   const bfloat16* p;  // of the first row's quad
 
   HWY_INLINE const bfloat16* at(int r, std::int64_t j) const {
-    const std::int64_t key = 4 * j - 3 * (j & 2);  // 16 (j / 4) + j % 4 of an even j
-    return p + r / 4 * (4 * QuadLayout::p_ld) + r % 4 * 4 + key;
+    return p + r / 4 * (4 * QuadLayout::p_ld) + QuadLayout::cell(r % 4, j);
   }
 };
 

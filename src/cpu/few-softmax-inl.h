@@ -10,6 +10,7 @@
 //   of_rows(x), keep_rows(x, to)   the rows' own numbers in all their lanes, and back
 //   across_keys(x, combine)        combined with a row's other lanes
 //   store_weights(cols, p, weigh)  p, of vectors that weigh(c, 0 or 1) makes: two sums add them up in turn
+//                                  (those in packs are weighed where v is read, few-packs-inl.h)
 //   called_with_maxima             whether lines are called for with the maxima, too
 #pragma once
 
@@ -68,7 +69,6 @@ struct LaneSoftmax {
     }
   }
 
- private:
   // Scores that are not q·k itself, in place; -inf where a row does not see the key.
   static HWY_NOINLINE void make_scores(const Scoring& scoring, const RowLanes& rows, std::int64_t first,
                                        float* s, std::int64_t cols) {
@@ -90,17 +90,28 @@ struct LaneSoftmax {
     });
   }
 
-  // Of one vector's rows. Two lines of `next` are called for with each vector, with the maxima perhaps two
-  // more.
-  static HWY_INLINE void weigh_rows(float* s, std::int64_t cols, Vec scale, bfloat16* p, float* max,
-                                    float* sum, float* alpha, Next& next) {
+  // The largest score of each lane.
+  static HWY_INLINE Vec largest_of(const float* s, std::int64_t cols, Next& next) {
     Vec most[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
-    // Max returns its second operand where the first is NaN: the maximum is none, its exponential is.
     Layout::over_keys(cols, [&](std::int64_t c, int i) HWY_ATTR {
       if constexpr (Layout::called_with_maxima) next.fetch_run<2>();
-      most[i] = hn::Max(Layout::load_rows(s, c), most[i]);
+      most[i] = larger(Layout::load_rows(s, c), most[i]);
     });
-    Vec largest = hn::Max(hn::Max(most[0], most[1]), hn::Max(most[2], most[3]));
+    return hn::Max(hn::Max(most[0], most[1]), hn::Max(most[2], most[3]));
+  }
+  // A score that is NaN is no maximum; its weight is NaN.
+  static HWY_INLINE Vec larger(Vec score, Vec most) { return hn::Max(score, most); }
+
+  // How scores become weights.
+  struct Weighing {
+    Vec scale, shift;
+
+    HWY_INLINE Vec operator()(Vec x) const { return exp2<exp2_degree>(hn::MulSub(x, scale, shift)); }
+  };
+  // From the largest score of each lane: max moves on, the weights of blocks before must shrink. Scores that
+  // are too large to be scaled first lose the maximum before.
+  static HWY_INLINE Weighing settle(Vec largest, float* s, std::int64_t cols, Vec scale, float* max,
+                                    Vec& shrink) {
     largest = Layout::across_keys(largest, [](Vec x, Vec y) HWY_ATTR { return hn::Max(x, y); });
     const Vec before = Layout::of_rows(max);
     largest = hn::Max(largest, before);
@@ -117,19 +128,31 @@ struct LaneSoftmax {
       exponent = hn::IfThenElse(near, exponent, hn::Mul(hn::Sub(before, base), scale));
       shift = hn::IfThenElse(near, shift, zero);
     }
-    const Vec shrink = hn::IfThenElse(hn::Eq(before, largest), set(1.0f), exp2(exponent));
-    Vec total[2] = {zero, zero};
+    Layout::keep_rows(largest, max);
+    shrink = hn::IfThenElse(hn::Eq(before, largest), set(1.0f), exp2(exponent));
+    return {scale, shift};
+  }
+  // total: of each lane's weights.
+  static HWY_INLINE void add_to_sum(Vec total, Vec shrink, float* sum) {
+    total = Layout::across_keys(total, [](Vec x, Vec y) HWY_ATTR { return hn::Add(x, y); });
+    Layout::keep_rows(hn::MulAdd(shrink, Layout::of_rows(sum), total), sum);
+  }
+
+ private:
+  // Of one vector's rows. Two lines of `next` are called for with each vector, with the maxima perhaps two
+  // more.
+  static HWY_INLINE void weigh_rows(float* s, std::int64_t cols, Vec scale, bfloat16* p, float* max,
+                                    float* sum, float* alpha, Next& next) {
+    Vec shrink;
+    const Weighing weigh = settle(largest_of(s, cols, next), s, cols, scale, max, shrink);
+    Vec total[2] = {set(0.0f), set(0.0f)};
     Layout::store_weights(cols, p, [&](std::int64_t c, int i) TESSERA_INLINE_LAMBDA {
       next.fetch_run<2>();
-      const Vec x = exp2<exp2_degree>(hn::MulSub(Layout::load_rows(s, c), scale, shift));
+      const Vec x = weigh(Layout::load_rows(s, c));
       total[i] = hn::Add(total[i], x);
       return x;
     });
-    Vec all = hn::Add(total[0], total[1]);
-    all = Layout::across_keys(all, [](Vec x, Vec y) HWY_ATTR { return hn::Add(x, y); });
-    all = hn::MulAdd(shrink, Layout::of_rows(sum), all);
-    Layout::keep_rows(largest, max);
-    Layout::keep_rows(all, sum);
+    add_to_sum(hn::Add(total[0], total[1]), shrink, sum);
     Layout::keep_rows(shrink, alpha);
   }
 };

@@ -204,13 +204,13 @@ TEST_P(DecodeOptions, GroupsOfEverySize) {
   }
 }
 
-// So many key heads that a row of the cache is some KiB, and numbers of them that fill no vector; all of them
-// in one task, and in several.
+// So many key heads that a row of the cache is some KiB, and numbers of them, and head dims, that fill no
+// vector; all of them in one task, and in several.
 TEST_P(DecodeOptions, LongRows) {
   for (const std::int64_t group : {1, 2, 3, 4, 5, 6, 7, 8}) {
     const std::int64_t num_heads_k = group <= 4 ? 15 : 8;
     for (const int threads : {1, 2}) {
-      for (DecodeCase c : cases_of_group(group, num_heads_k, group <= 4 ? 72 : 136)) {
+      for (DecodeCase c : cases_of_group(group, num_heads_k, group <= 4 ? 71 + group : 130 + group)) {
         c.cache_seqlens = threads == 1 ? std::vector<std::int32_t>{95, 1, 64, 161} : std::vector{33, 90};
         c.threads = threads;
         expect_right(c, text_of("group", group) + text_of("threads", threads));
