@@ -276,8 +276,8 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     [[maybe_unused]] Next next(v_rows, block.size(), heads * dim_v * size, rows, score_passes), none;
     const auto task_of = [&](std::int64_t h) { return work.task(work.kv_heads.begin + h); };
     if constexpr (Products::heads_at_once) {
-      state.start_block(k_rows, v_rows, end, dim, dim_v, scratch.k_rows[1 - side], scratch.v_rows[1 - side],
-                        next_block.size());
+      state.start_block(k_rows, v_rows, end, dim, dim_v, heads, scratch.k_rows[1 - side],
+                        scratch.v_rows[1 - side], next_block.size());
       state.scores(few_of(0), heads, problem.k.head);
       state.softmax(task_of, few_of(0), heads, work.rows, block.begin, cols);
       state.values(few_of(0), heads, problem.v.head);
@@ -321,8 +321,8 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
   while (split < work.splits.end) finish();
 }
 #if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX)
-static_assert(most_pack_lanes <= stream_task_rows &&
-              most_pack_lanes * col_align <= (stream_task_rows + few_rows) * DecodeScratch::few_ld);
+static_assert(most_places <= stream_task_rows &&
+              most_places * col_align <= (stream_task_rows + few_rows) * DecodeScratch::few_ld);
 // Packs take rows of the cache as a whole: they pay where these are long (NOTES.md). It is the problem that
 // decides, not what a task takes of it, nor the size of a page: a sequence's bits depend on neither.
 HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
@@ -330,7 +330,7 @@ HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
     return view.head == dim &&
            problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least_pack_bytes;
   };
-  return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= most_pack_lanes &&
+  return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= most_places &&
          is_long(problem.k, problem.head_dim) && is_long(problem.v, problem.head_dim_v);
 }
 #endif

@@ -16,10 +16,10 @@ HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr std::int64_t pack_rows = 8;
-constexpr std::int64_t most_pack_lanes = 64;     // of a task
+constexpr std::int64_t most_places = 64;         // of a task
 constexpr std::int64_t least_pack_bytes = 2048;  // of a row of the cache
 
-// A head's rows take 1, 2, 4 or 8 lanes: packs and quads end where heads do.
+// A head's rows take 1, 2, 4 or 8 places: packs and quads end where heads do.
 constexpr std::int64_t pack_width(std::int64_t rows) {
   std::int64_t width = 1;
   while (width < rows) width *= 2;
@@ -61,7 +61,7 @@ struct PackLayout {
     return combine(x, hn::ConcatLowerUpper(FloatTag(), x, x));
   }
   // Two keys' rows, rounded, to pairs.
-  static HWY_INLINE void store_weights(Vec x, bfloat16* p, std::int64_t c) {
+  static HWY_INLINE void store_vector(Vec x, bfloat16* p, std::int64_t c) {
     const __m256i order = _mm256_set_epi16(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
     const __m256i pairs = _mm256_permutexvar_epi16(order, rounded(x));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + rows * c), pairs);
@@ -71,56 +71,60 @@ struct PackLayout {
 };
 static_assert(lanes == 2 * pack_rows && col_align % 8 == 0 && col_unit % 8 == 0);
 
-// A block's scores, lane by lane, of packs or of quads: the vectors of `Layout::rows` lanes lie together,
-// those of the next lanes behind them.
+// A block's scores, of packs or of quads: the vectors of `Layout::rows` places lie together, those of the
+// next places behind them. The arrays have one vector for each such group of places.
 struct PackBlock {
-  float* s;                                       // becomes p
-  alignas(64) float most[4 * most_pack_lanes];    // the largest score of each lane of a vector
-  alignas(64) float scale[4 * most_pack_lanes];   // how scores become weights
-  alignas(64) float shift[4 * most_pack_lanes];   //
-  alignas(64) float shrink[4 * most_pack_lanes];  // of blocks before
-  alignas(64) float total[4 * most_pack_lanes];   // of weights
+  static constexpr std::int64_t size = most_places * (lanes / QuadLayout::rows);
+  float* s;                       // becomes p
+  alignas(64) float most[size];   // the largest scores
+  alignas(64) float scale[size];  // scores to weights: exp2(scale score - shift)
+  alignas(64) float shift[size];
+  alignas(64) float shrink[size];  // of weights of blocks before
+  alignas(64) float total[size];   // of weights
 
-  HWY_INLINE float* scores(std::int64_t lane) const { return s + lane * col_align; }
-  HWY_INLINE bfloat16* weights(std::int64_t lane) const { return reinterpret_cast<bfloat16*>(scores(lane)); }
-  // Where one vector's numbers of the lanes from `lane` on are, in the arrays above.
+  HWY_INLINE float* scores(std::int64_t place) const { return s + place * col_align; }
+  HWY_INLINE bfloat16* weights(std::int64_t place) const {
+    return reinterpret_cast<bfloat16*>(scores(place));
+  }
+  // Where the vector of the places from `place` on is, in the arrays above.
   template <class Layout>
-  static HWY_INLINE std::int64_t at(std::int64_t lane) {
-    return lane * (lanes / Layout::rows);
+  static HWY_INLINE std::int64_t at(std::int64_t place) {
+    return place * (lanes / Layout::rows);
   }
 
   template <class Layout>
-  HWY_INLINE void keep_scores(Vec x, std::int64_t lane, std::int64_t c) {
-    float* largest = most + at<Layout>(lane);
-    Layout::store_rows(x, scores(lane), c);
+  HWY_INLINE void keep_scores(Vec x, std::int64_t place, std::int64_t c) {
+    float* largest = most + at<Layout>(place);
+    Layout::store_rows(x, scores(place), c);
     store(LaneSoftmax<Layout>::larger(x, load(largest)), largest);
   }
   // The weights of `keys` keys from j on.
   template <class Layout, int keys>
-  HWY_INLINE void weigh(std::int64_t lane, std::int64_t j) {
+  HWY_INLINE void weigh(std::int64_t place, std::int64_t j) {
     constexpr int step = static_cast<int>(lanes / Layout::rows);
-    const std::int64_t i = at<Layout>(lane);
+    const std::int64_t i = at<Layout>(place);
     const typename LaneSoftmax<Layout>::Weighing weight{load(scale + i), load(shift + i)};
     Vec sum = load(total + i);
     HWY_UNROLL(4)
     for (int c = 0; c < keys; c += step) {
-      const Vec x = weight(Layout::load_rows(scores(lane), j + c));
+      const Vec x = weight(Layout::load_rows(scores(place), j + c));
       sum = hn::Add(sum, x);
-      Layout::store_weights(x, weights(lane), j + c);
+      Layout::store_vector(x, weights(place), j + c);
     }
     store(sum, total + i);
   }
 };
-static_assert(4 * QuadLayout::rows == lanes && QuadLayout::s_ld == col_align);
+static_assert(QuadLayout::rows <= PackLayout::rows && QuadLayout::s_ld == col_align);
 
 // The first n of a line's 32 numbers.
 HWY_INLINE __mmask32 cells_there(std::int64_t n) { return ~__mmask32{0} >> (cell_step - n); }
 
-// Lines before a line is read in which it is called for.
+// How many lines before it is read a line is called for. Between v and the next block's k, some of which is
+// so called for twice only.
 constexpr std::int64_t k_lines_ahead[line_calls] = {320, 256, 160},
                        v_lines_ahead[line_calls] = {288, 192, 96};
 
-// s of all heads. With each line another one is called for.
+// s of all heads. With each line that is read, one is called for in each of the calls.
 struct PackScores {
   const bfloat16* q;
   std::int64_t q_head;  // from one head's q to the next one's
@@ -129,8 +133,8 @@ struct PackScores {
   std::int64_t keys;
 
   // In packs: `rows` rows a head, key by key. Heads are a loop of a few instructions, whose sums go by way of
-  // memory: with all heads of a pack in one piece of code each of its loads went by 2 KiB at a time, and
-  // memory was up to 13 % slower.
+  // memory: of one piece of code for all heads of a pack each load would see every 2 KiB of memory, which is
+  // slower (NOTES.md).
   template <int rows>
   HWY_INLINE void by_key(PackBlock& block, Calls& calls) const {
     switch (dim) {
@@ -147,13 +151,16 @@ struct PackScores {
   template <int quads>
   HWY_NOINLINE void by_quads(PackBlock& block, Calls& calls) const {
     constexpr int at_once = 4;
-    const std::int64_t columns = dim, head_bytes = columns * static_cast<std::int64_t>(sizeof(bfloat16));
+    const std::int64_t columns = dim, head_bytes = k_head * static_cast<std::int64_t>(sizeof(bfloat16));
+    // Four heads' bytes at a time, or one's: so that none goes on behind a row.
+    const std::int64_t pieces = heads % at_once == 0 ? 1 : at_once;
+    const std::int64_t piece_columns =
+        round_up((columns + pieces - 1) / pieces, static_cast<std::int64_t>(quad_step));
     for (std::int64_t j = 0; j < keys; j += at_once) {
       const bfloat16* k[at_once];
       for (int n = 0; n < at_once; ++n) k[n] = static_cast<const bfloat16*>(k_rows[j + n]);
       const bfloat16* q_of_head = q;
       for (std::int64_t h = 0; h < heads; ++h) {
-        Called called(calls, at_once * head_bytes);
         const bfloat16* from = q_of_head;
         Vec acc[quads][at_once];
         HWY_UNROLL(2)
@@ -162,7 +169,6 @@ struct PackScores {
           for (int n = 0; n < at_once; ++n) acc[t][n] = set(0.0f);
         }
         const auto step = [&](std::int64_t c, std::int64_t left) TESSERA_INLINE_LAMBDA {
-          called.call<1>();
           Cells qc[quads];
           HWY_UNROLL(2)
           for (int t = 0; t < quads; ++t) qc[t] = load_cells(from + t * cell_step, cell_step);
@@ -175,7 +181,14 @@ struct PackScores {
           }
         };
         std::int64_t c = 0;
-        for (; c + quad_step <= columns; c += quad_step) step(c, quad_step);
+        for (std::int64_t i = 1; i <= pieces; ++i) {
+          Called called(calls, at_once / pieces * head_bytes);
+          const std::int64_t end = std::min(i * piece_columns, columns);
+          for (; c + quad_step <= end; c += quad_step) {
+            called.call<1>();
+            step(c, quad_step);
+          }
+        }
         if (c < columns) step(c, columns - c);
         HWY_UNROLL(2)
         for (int t = 0; t < quads; ++t) {
@@ -194,11 +207,11 @@ struct PackScores {
   HWY_NOINLINE void by_key_of(PackBlock& block, Calls& calls) const {
     const std::int64_t lines = whole_lines > 0 ? whole_lines : (dim + cell_step - 1) / cell_step;
     const __mmask32 last = cells_there(dim - (lines - 1) * cell_step);
-    const std::int64_t head_count = heads;
-    alignas(64) float sums[most_pack_lanes * lanes] = {};  // of each row, to be summed further
-    alignas(64) float even[2 * most_pack_lanes];           // of an even key, likewise
+    const std::int64_t head_count = heads, head_bytes = k_head * static_cast<std::int64_t>(sizeof(bfloat16));
+    alignas(64) float sums[most_places * lanes] = {};  // of each row, to be summed further
+    alignas(64) float even[2 * most_places];           // of an even key, likewise
     for (std::int64_t j = 0; j < keys + keys % 2; ++j) {
-      Called called(calls, head_count * k_head * static_cast<std::int64_t>(sizeof(bfloat16)));
+      Called called(calls, head_count * head_bytes);
       const auto* k = static_cast<const bfloat16*>(k_rows[j]);
       const bfloat16* q_line = q;
       float* to = sums;
@@ -227,26 +240,27 @@ struct PackScores {
         to += rows * lanes;
         k += k_head;
         q_line += q_head - lines * rows * cell_step;
+        called.skip(head_bytes - 64 * lines);
       }
-      for (std::int64_t lane = 0; lane < head_count * rows; lane += pack_rows) {
-        const auto sum = [&](int r) TESSERA_INLINE_LAMBDA { return load(sums + (lane + r) * lanes); };
+      for (std::int64_t place = 0; place < head_count * rows; place += pack_rows) {
+        const auto sum = [&](int r) TESSERA_INLINE_LAMBDA { return load(sums + (place + r) * lanes); };
         const Vec folded =
             fold_blocks(fold_four(sum(0), sum(1), sum(2), sum(3)), fold_four(sum(4), sum(5), sum(6), sum(7)));
-        float* pack_even = even + 2 * lane;
+        float* pack_even = even + 2 * place;
         if (j % 2 == 0) {
           store(folded, pack_even);
         } else {
-          block.keep_scores<PackLayout>(fold_blocks(load(pack_even), folded), lane, j - 1);
+          block.keep_scores<PackLayout>(fold_blocks(load(pack_even), folded), place, j - 1);
         }
       }
     }
   }
 };
 
-// o of all heads, `rows` rows of each, a few keys at a time. With each line of v another one is called for.
+// o of all heads, `rows` rows of each, a few keys at a time. With each line that is read, one is called for
+// in each of the calls.
 struct PackValues {
   PackBlock& block;
-  std::int64_t width;  // lanes from one head's rows to the next one's
   std::int64_t heads, v_head, dim;
   float* o;  // [head][line of columns][row]
 
@@ -278,12 +292,12 @@ struct PackValues {
   // The weights of a head's quads, or of the pack that begins with it.
   template <int rows, int keys>
   HWY_INLINE void weigh_head(std::int64_t h, std::int64_t j) const {
-    const std::int64_t lane = h * width;
+    const std::int64_t place = h * pack_width(rows);
     if constexpr (in_quads(rows)) {
       HWY_UNROLL(2)
-      for (int r = 0; r < rows; r += QuadLayout::rows) block.weigh<QuadLayout, keys>(lane + r, j);
+      for (int r = 0; r < rows; r += QuadLayout::rows) block.weigh<QuadLayout, keys>(place + r, j);
     } else {
-      if (lane % pack_rows == 0) block.weigh<PackLayout, keys>(lane, j);
+      if (place % pack_rows == 0) block.weigh<PackLayout, keys>(place, j);
     }
   }
 
@@ -297,9 +311,9 @@ struct PackValues {
     for (int i = 0; i < keys; ++i) v[i] = static_cast<const bfloat16*>(v_rows[i]);
     float* HWY_RESTRICT to = o;
     for (std::int64_t h = 0; h < heads; ++h) {
-      const std::int64_t lane = h * width, in_vector = lane % Layout::rows;
-      const bfloat16* p = block.weights(lane - in_vector) + Layout::cell(in_vector, j);
-      Called called(calls, keys * columns * static_cast<std::int64_t>(sizeof(bfloat16)));
+      const std::int64_t place = h * pack_width(rows), in_vector = place % Layout::rows;
+      const bfloat16* p = block.weights(place - in_vector) + Layout::cell(in_vector, j);
+      Called called(calls, keys * v_head * static_cast<std::int64_t>(sizeof(bfloat16)));
       const auto add_line = [&](std::int64_t c, const auto& load_cells_of) TESSERA_INLINE_LAMBDA {
         Vec acc[rows][2];
         HWY_UNROLL(8)
@@ -357,7 +371,6 @@ struct PackProducts {
   // zeros.
   static HWY_INLINE void load_queries(const TaskRows& task, const Few& few) {
     const std::int64_t depth = round_up(task.problem.head_dim, cell_step), width = pack_width(few.rows);
-    const std::int64_t piece = in_quads(few.rows) ? quad_step : cell_step;
     alignas(64) float row[max_head_dim];
     alignas(64) bfloat16 halves[max_head_dim];
     for (std::int64_t r = 0; r < width; ++r) {
@@ -367,9 +380,16 @@ struct PackProducts {
         zero_row(row, depth);
       }
       for (std::int64_t c = 0; c < depth; c += lanes) store_rounded(load(row + c), halves + c);
-      bfloat16* to = reinterpret_cast<bfloat16*>(few.q) + r * piece;
-      for (std::int64_t c = 0; c < depth; c += piece)
-        std::memcpy(to + c * width, halves + c, static_cast<std::size_t>(piece) * sizeof(bfloat16));
+      const auto copy_by = [&](auto piece) {  // a constant: memcpy of any size takes ten times as long
+        bfloat16* to = reinterpret_cast<bfloat16*>(few.q) + r * piece;
+        for (std::int64_t c = 0; c < depth; c += piece)
+          std::memcpy(to + c * width, halves + c, piece * sizeof(bfloat16));
+      };
+      if (in_quads(few.rows)) {
+        copy_by(std::integral_constant<std::int64_t, quad_step>());
+      } else {
+        copy_by(std::integral_constant<std::int64_t, cell_step>());
+      }
     }
   }
   // o[line of columns][row] to rows.
@@ -387,25 +407,27 @@ struct PackProducts {
   class State;
 };
 
-class PackProducts::State : public BlockState<most_pack_lanes> {
+class PackProducts::State : public BlockState<most_places> {
  public:
   explicit State(std::int64_t rows) : BlockState(rows, pack_width(rows)) {}
 
   // The block's rows, and those that are read after them.
   HWY_INLINE void start_block(const void* const* k_rows, const void* const* v_rows, std::int64_t keys,
-                              std::int64_t dim, std::int64_t dim_v, const void* const* next_k,
-                              const void* const* next_v, std::int64_t next_keys) {
+                              std::int64_t dim, std::int64_t dim_v, std::int64_t heads,
+                              const void* const* next_k, const void* const* next_v, std::int64_t next_keys) {
     BlockState::start_block(k_rows, v_rows, keys, dim, dim_v);
     const void** to = std::copy_n(v_rows, keys, std::copy_n(k_rows, keys, order_));
     to = std::copy_n(next_v, next_keys, std::copy_n(next_k, next_keys, to));
-    std::fill(to, std::end(order_), to[-1]);
+    std::fill(to, std::end(order_), to == order_ ? nullptr : to[-1]);
+    row_bytes_[0] = heads * dim * static_cast<std::int64_t>(sizeof(bfloat16));
+    row_bytes_[1] = heads * dim_v * static_cast<std::int64_t>(sizeof(bfloat16));
   }
 
   void scores(const Few& few, std::int64_t heads, std::int64_t k_head) {
     block_.s = few.s;
     std::fill_n(block_.most, std::size(block_.most), -infinity);
     Calls calls;
-    call_from(order_, k_lines_ahead, heads * k_head, calls);
+    start_calls(calls, k_lines_ahead, order_, 0);
     const PackScores to{reinterpret_cast<const bfloat16*>(few.q),
                         2 * q_rows(rows_) * few.q_ld,
                         heads,
@@ -435,8 +457,8 @@ class PackProducts::State : public BlockState<most_pack_lanes> {
 
   void values(const Few& few, std::int64_t heads, std::int64_t v_head) {
     Calls calls;
-    call_from(order_ + keys_, v_lines_ahead, heads * v_head, calls);
-    const PackValues to{block_, width_, heads, v_head, dim_v_, few.o};
+    start_calls(calls, v_lines_ahead, order_ + keys_, 1);
+    const PackValues to{block_, heads, v_head, dim_v_, few.o};
     with_rows(rows_, [&](auto rows) HWY_ATTR { to.run<rows>(v_rows_, keys_, calls); });
     if (in_quads(rows_)) {
       add_sums<QuadLayout>(heads);
@@ -451,11 +473,17 @@ class PackProducts::State : public BlockState<most_pack_lanes> {
 
   PackBlock block_;
   const void* order_[2 * most_keys + most_ahead] = {};  // k, v and those of the next block
+  std::int64_t row_bytes_[2] = {};                      // of k and of v
 
-  HWY_INLINE void call_from(const void* const* rows, const std::int64_t (&lines)[line_calls],
-                            std::int64_t row_size, Calls& calls) const {
-    start_calls(calls, lines, rows, std::end(order_) - rows,
-                row_size * static_cast<std::int64_t>(sizeof(bfloat16)), most_ahead);
+  // Of rows[0], which is k's (side 0) or v's (1), and what follows it: as many rows of the other one at
+  // least.
+  HWY_INLINE void start_calls(Calls& calls, const std::int64_t (&lines)[line_calls], const void* const* rows,
+                              int side) const {
+    const std::int64_t bytes = row_bytes_[side], other_bytes = row_bytes_[1 - side];
+    for (int n = 0; n < line_calls; ++n) {
+      const std::int64_t ahead = std::min((64 * lines[n] + bytes - 1) / bytes, most_ahead);
+      calls[n] = LinesAhead(rows + ahead, std::end(order_), keys_ - ahead, bytes, other_bytes);
+    }
   }
 
   // How the scores become weights; o shrinks by what it makes of the maxima.
@@ -490,6 +518,7 @@ class PackProducts::State : public BlockState<most_pack_lanes> {
       store(weighing.shift, block_.shift + at);
       store(shrink, block_.shrink + at);
       store(set(0.0f), block_.total + at);
+      if (hn::AllTrue(FloatTag(), hn::Eq(shrink, set(1.0f)))) continue;
       alignas(64) float alpha[lanes];
       Layout::keep_rows(shrink, alpha);
       over_rows([&](std::int64_t i, std::int64_t h, std::int64_t r) HWY_ATTR {
@@ -502,9 +531,9 @@ class PackProducts::State : public BlockState<most_pack_lanes> {
 
   template <class Layout>
   HWY_INLINE void add_sums(std::int64_t heads) {
-    for (std::int64_t lane = 0; lane < heads * width_; lane += Layout::rows) {
-      const std::int64_t at = PackBlock::at<Layout>(lane);
-      LaneSoftmax<Layout>::add_to_sum(load(block_.total + at), load(block_.shrink + at), sum_ + lane);
+    for (std::int64_t place = 0; place < heads * width_; place += Layout::rows) {
+      const std::int64_t at = PackBlock::at<Layout>(place);
+      LaneSoftmax<Layout>::add_to_sum(load(block_.total + at), load(block_.shrink + at), sum_ + place);
     }
   }
 

@@ -51,11 +51,11 @@ struct QuadLayout {
   template <class Weigh>
   static HWY_INLINE void store_weights(std::int64_t cols, bfloat16* p, const Weigh& weigh) {
     for (std::int64_t c = 0; c < cols; c += 8) {
-      store_weights(weigh(c, 0), p, c);
-      store_weights(weigh(c + 4, 1), p, c + 4);
+      store_vector(weigh(c, 0), p, c);
+      store_vector(weigh(c + 4, 1), p, c + 4);
     }
   }
-  static HWY_INLINE void store_weights(Vec x, bfloat16* p, std::int64_t c) { store_rounded(x, p + rows * c); }
+  static HWY_INLINE void store_vector(Vec x, bfloat16* p, std::int64_t c) { store_rounded(x, p + rows * c); }
   // Where the cell of row r and of keys j and j + 1 lies, j even.
   static HWY_INLINE std::int64_t cell(std::int64_t r, std::int64_t j) {
     return 4 * r + 4 * j - 3 * (j & 2);  // 16 (j / 4) + j % 4

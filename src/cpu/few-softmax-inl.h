@@ -10,8 +10,12 @@
 //   of_rows(x), keep_rows(x, to)   the rows' own numbers in all their lanes, and back
 //   across_keys(x, combine)        combined with a row's other lanes
 //   store_weights(cols, p, weigh)  p, of vectors that weigh(c, 0 or 1) makes: two sums add them up in turn
-//                                  (those in packs are weighed where v is read, few-packs-inl.h)
 //   called_with_maxima             whether lines are called for with the maxima, too
+//
+// Of packs (few-packs-inl.h) a layout has no s_ld, p_ld and store_weights: they are weighed elsewhere, by
+//
+//   store_vector(x, p, c)          one vector of p
+//   cell(r, j)                     where row r's weights of keys j and j + 1 are in it, j even
 #pragma once
 
 #include "cpu/few-inl.h"
@@ -108,8 +112,8 @@ struct LaneSoftmax {
 
     HWY_INLINE Vec operator()(Vec x) const { return exp2<exp2_degree>(hn::MulSub(x, scale, shift)); }
   };
-  // From the largest score of each lane: max moves on, the weights of blocks before must shrink. Scores that
-  // are too large to be scaled first lose the maximum before.
+  // From the largest score of each lane: max moves on, the weights of blocks before must shrink. Of scores
+  // too large to be scaled as they are the maximum is subtracted in place.
   static HWY_INLINE Weighing settle(Vec largest, float* s, std::int64_t cols, Vec scale, float* max,
                                     Vec& shrink) {
     largest = Layout::across_keys(largest, [](Vec x, Vec y) HWY_ATTR { return hn::Max(x, y); });

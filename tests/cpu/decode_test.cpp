@@ -315,18 +315,21 @@ DecodeCase typical() {
   return c;
 }
 
-// A row of its cache is 2 KiB.
-DecodeCase of_long_rows() {
+// A row of its cache is 2 KiB or more.
+DecodeCase of_long_rows(std::int64_t group, std::int64_t num_heads_k) {
   DecodeCase c = typical();
-  c.num_heads_q = 16;
-  c.num_heads_k = 8;
+  c.num_heads_q = group * num_heads_k;
+  c.num_heads_k = num_heads_k;
+  c.seqlen_q = 1;
   c.head_dim = c.head_dim_v = 128;
   c.dtype = c.o_dtype = DType::bfloat16;
   return c;
 }
 
 TEST_P(DecodeContract, RepeatsAndThreadsGiveTheSameBits) {
-  for (const DecodeCase& c : {typical(), of_long_rows()}) {
+  // Threads take some of the heads each, and numbers of them that fill no vector.
+  for (const DecodeCase& c : {typical(), of_long_rows(1, 15), of_long_rows(2, 9), of_long_rows(3, 15),
+                              of_long_rows(5, 8), of_long_rows(8, 8)}) {
     DecodeTensors tensors(forced(c));
     const Snapshot first = outputs(tensors);
     for (const int threads : {1, 2, 3, 7, 0}) {
@@ -387,7 +390,7 @@ TEST_P(DecodeContract, AQueryThatIsNoNumberStaysInItsRow) {
 
 // Whatever else is in the batch, however its pages lie, and whatever room the cache has.
 TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
-  for (DecodeCase c : {typical(), of_long_rows()}) {
+  for (DecodeCase c : {typical(), of_long_rows(2, 8)}) {
     for (const std::int64_t seqlen_q : {1, 2, 40}) {
       if (seqlen_q == 40 && c.dtype == DType::bfloat16) continue;  // for the sake of time
       for (const std::int64_t splits : {0, 3}) {
