@@ -119,8 +119,8 @@ static_assert(QuadLayout::rows <= PackLayout::rows && QuadLayout::s_ld == col_al
 // The first n of a line's 32 numbers.
 HWY_INLINE __mmask32 cells_there(std::int64_t n) { return ~__mmask32{0} >> (cell_step - n); }
 
-// How many lines before it is read a line is called for. Between v and the next block's k, some of which is
-// so called for twice only.
+// How many lines before it is read a line is called for. k is called for farther ahead than v: some lines of
+// a block's first keys are passed over by a call each.
 constexpr std::int64_t k_lines_ahead[line_calls] = {320, 256, 160},
                        v_lines_ahead[line_calls] = {288, 192, 96};
 
@@ -380,7 +380,7 @@ struct PackProducts {
         zero_row(row, depth);
       }
       for (std::int64_t c = 0; c < depth; c += lanes) store_rounded(load(row + c), halves + c);
-      const auto copy_by = [&](auto piece) {  // a constant: memcpy of any size takes ten times as long
+      const auto copy_by = [&](auto piece) {  // a constant: a memcpy whose size is not known is slow
         bfloat16* to = reinterpret_cast<bfloat16*>(few.q) + r * piece;
         for (std::int64_t c = 0; c < depth; c += piece)
           std::memcpy(to + c * width, halves + c, piece * sizeof(bfloat16));
