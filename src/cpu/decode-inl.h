@@ -278,9 +278,9 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
     if constexpr (Products::heads_at_once) {
       state.start_block(k_rows, v_rows, end, dim, dim_v, heads, scratch.k_rows[1 - side],
                         scratch.v_rows[1 - side], next_block.size());
-      state.scores(few_of(0), heads, problem.k.head);
+      state.scores(few_of(0), heads, dim);
       state.softmax(task_of, few_of(0), heads, work.rows, block.begin, cols);
-      state.values(few_of(0), heads, problem.v.head);
+      state.values(few_of(0), heads, dim_v);
     } else if constexpr (Products::by_block) {
       const auto softmax = [&](std::int64_t h) {
         state.softmax(task_of(h), few_of(h), h, work.rows, block.begin, cols, next);
@@ -324,11 +324,14 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
 static_assert(most_places <= stream_task_rows &&
               most_places * col_align <= (stream_task_rows + few_rows) * DecodeScratch::few_ld);
 // Packs take rows of the cache as a whole: they pay where these are long (NOTES.md). It is the problem that
-// decides, not what a task takes of it, nor the size of a page: a sequence's bits depend on neither.
+// decides, and the CPU, not what a task takes of it, nor the size of a page: a sequence's bits depend on
+// neither.
 HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
+  std::int64_t least = 0;
+  in_way_of_cpu([&](auto way) { least = way.least_row_bytes; });
   const auto is_long = [&](const View& view, std::int64_t dim) {
-    return view.head == dim &&
-           problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least_pack_bytes;
+    return (problem.num_heads_k == 1 || view.head == dim) &&
+           problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least;
   };
   return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= most_places &&
          is_long(problem.k, problem.head_dim) && is_long(problem.v, problem.head_dim_v);

@@ -1,5 +1,7 @@
 #include "cpu/features.h"
 
+#include <atomic>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -90,10 +92,24 @@ std::string missing_for_avx512() {
 }
 std::string missing_for_avx2() { return features().avx2 ? "" : "this CPU has no AVX2 with FMA and F16C"; }
 std::string missing_for_baseline() { return features().ssse3 ? "" : "this CPU has no SSSE3"; }
-Prefetches prefetches() { return features().prefetches; }
 #else
 std::string missing_for_baseline() { return ""; }
-Prefetches prefetches() { return Prefetches::ask_once; }
 #endif
+
+namespace {
+
+std::atomic<Prefetches>& current_prefetches() {
+#if defined(__x86_64__)
+  static std::atomic<Prefetches> instance = features().prefetches;
+#else
+  static std::atomic<Prefetches> instance = Prefetches::ask_once;
+#endif
+  return instance;
+}
+
+}  // namespace
+
+Prefetches prefetches() { return current_prefetches().load(std::memory_order_relaxed); }
+Prefetches set_prefetches(Prefetches value) { return current_prefetches().exchange(value); }
 
 }  // namespace tessera::cpu

@@ -16,8 +16,7 @@ HWY_BEFORE_NAMESPACE();
 namespace tessera::cpu::TESSERA_CPU_KERNEL {
 
 constexpr std::int64_t pack_rows = 8;
-constexpr std::int64_t most_places = 64;         // of a task
-constexpr std::int64_t least_pack_bytes = 2048;  // of a row of the cache
+constexpr std::int64_t most_places = 64;  // of a task
 
 // A head's rows take 1, 2, 4 or 8 places: packs and quads end where heads do.
 constexpr std::int64_t pack_width(std::int64_t rows) {
@@ -119,12 +118,8 @@ static_assert(QuadLayout::rows <= PackLayout::rows && QuadLayout::s_ld == col_al
 // The first n of a line's 32 numbers.
 HWY_INLINE __mmask32 cells_there(std::int64_t n) { return ~__mmask32{0} >> (cell_step - n); }
 
-// How many lines before it is read a line is called for. k is called for farther ahead than v: some lines of
-// a block's first keys are passed over by a call each.
-constexpr std::int64_t k_lines_ahead[line_calls] = {320, 256, 160},
-                       v_lines_ahead[line_calls] = {288, 192, 96};
-
 // s of all heads. With each line that is read, one is called for in each of the calls.
+template <class Way>
 struct PackScores {
   const bfloat16* q;
   std::int64_t q_head;  // from one head's q to the next one's
@@ -136,7 +131,7 @@ struct PackScores {
   // memory: of one piece of code for all heads of a pack each load would see every 2 KiB of memory, which is
   // slower (NOTES.md).
   template <int rows>
-  HWY_INLINE void by_key(PackBlock& block, Calls& calls) const {
+  HWY_INLINE void by_key(PackBlock& block, Calls<Way>& calls) const {
     switch (dim) {
       case 64:
         return by_key_of<rows, 2>(block, calls);
@@ -149,7 +144,7 @@ struct PackScores {
 
   // In quads: four keys at a time.
   template <int quads>
-  HWY_NOINLINE void by_quads(PackBlock& block, Calls& calls) const {
+  HWY_NOINLINE void by_quads(PackBlock& block, Calls<Way>& calls) const {
     constexpr int at_once = 4;
     const std::int64_t columns = dim, head_bytes = k_head * static_cast<std::int64_t>(sizeof(bfloat16));
     // Four heads' bytes at a time, or one's: so that none goes on behind a row.
@@ -182,10 +177,10 @@ struct PackScores {
         };
         std::int64_t c = 0;
         for (std::int64_t i = 1; i <= pieces; ++i) {
-          Called called(calls, at_once / pieces * head_bytes);
+          Called<Way> called(calls, at_once / pieces * head_bytes);
           const std::int64_t end = std::min(i * piece_columns, columns);
           for (; c + quad_step <= end; c += quad_step) {
-            called.call<1>();
+            called.template call<1>();
             step(c, quad_step);
           }
         }
@@ -204,14 +199,14 @@ struct PackScores {
  private:
   // Of `whole_lines` lines; 0: of as many as the dim has, the last of which may be a part of one.
   template <int rows, int whole_lines>
-  HWY_NOINLINE void by_key_of(PackBlock& block, Calls& calls) const {
+  HWY_NOINLINE void by_key_of(PackBlock& block, Calls<Way>& calls) const {
     const std::int64_t lines = whole_lines > 0 ? whole_lines : (dim + cell_step - 1) / cell_step;
     const __mmask32 last = cells_there(dim - (lines - 1) * cell_step);
     const std::int64_t head_count = heads, head_bytes = k_head * static_cast<std::int64_t>(sizeof(bfloat16));
     alignas(64) float sums[most_places * lanes] = {};  // of each row, to be summed further
     alignas(64) float even[2 * most_places];           // of an even key, likewise
     for (std::int64_t j = 0; j < keys + keys % 2; ++j) {
-      Called called(calls, head_count * head_bytes);
+      Called<Way> called(calls, head_count * head_bytes);
       const auto* k = static_cast<const bfloat16*>(k_rows[j]);
       const bfloat16* q_line = q;
       float* to = sums;
@@ -222,7 +217,7 @@ struct PackScores {
         Vec acc[rows];
         for (Vec& sum : acc) sum = set(0.0f);
         const auto line = [&](__m512i cells) TESSERA_INLINE_LAMBDA {
-          called.call<1>();
+          called.template call<1>();
           HWY_UNROLL(2)
           for (int r = 0; r < rows; ++r) acc[r] = add_dots(acc[r], q_line + r * cell_step, Cells{cells});
           q_line += rows * cell_step;
@@ -259,16 +254,16 @@ struct PackScores {
 
 // o of all heads, `rows` rows of each, a few keys at a time. With each line that is read, one is called for
 // in each of the calls.
+template <class Way>
 struct PackValues {
   PackBlock& block;
   std::int64_t heads, v_head, dim;
   float* o;  // [head][line of columns][row]
 
-  static constexpr int keys_at_once(std::int64_t rows) { return rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
-
   template <int rows>
-  HWY_NOINLINE void run(const void* const* v_rows, std::int64_t keys, Calls& calls) const {
-    constexpr int at_once = keys_at_once(rows);
+  HWY_NOINLINE void run(const void* const* v_rows, std::int64_t keys, Calls<Way>& calls) const {
+    constexpr int at_once = Way::value_keys(rows);
+    static_assert(col_unit % at_once == 0);  // what is weighed behind the last key is hidden
     if (keys == 0) return;
     for (std::int64_t h = 0; h < heads; ++h) weigh_head<rows, at_once>(h, 0);
     std::int64_t j = 0;
@@ -303,7 +298,7 @@ struct PackValues {
 
   // `between` is called once for each head, where its work has other work to hide behind.
   template <int rows, int keys, class Between>
-  HWY_INLINE void add_keys(const void* const* v_rows, std::int64_t j, Calls& calls,
+  HWY_INLINE void add_keys(const void* const* v_rows, std::int64_t j, Calls<Way>& calls,
                            const Between& between) const {
     using Layout = LayoutOf<rows>;
     const std::int64_t columns = dim;
@@ -313,17 +308,20 @@ struct PackValues {
     for (std::int64_t h = 0; h < heads; ++h) {
       const std::int64_t place = h * pack_width(rows), in_vector = place % Layout::rows;
       const bfloat16* p = block.weights(place - in_vector) + Layout::cell(in_vector, j);
-      Called called(calls, keys * v_head * static_cast<std::int64_t>(sizeof(bfloat16)));
+      const auto take = [&](std::int64_t numbers) TESSERA_INLINE_LAMBDA {
+        return Called<Way>(calls, keys * numbers * static_cast<std::int64_t>(sizeof(bfloat16)));
+      };
+      Called<Way> called = take(Way::values_by_line ? 0 : v_head);
       const auto add_line = [&](std::int64_t c, const auto& load_cells_of) TESSERA_INLINE_LAMBDA {
+        if constexpr (Way::values_by_line) called = take(std::min(cell_step, columns - c));
         Vec acc[rows][2];
         HWY_UNROLL(8)
         for (int r = 0; r < rows; ++r) {
           acc[r][0] = load(to + r * cell_step);
           acc[r][1] = load(to + r * cell_step + lanes);
         }
-        HWY_UNROLL(4)
-        for (int i = 0; i < keys; i += 2) {
-          called.call<(keys > 1 ? 2 : 1)>();
+        const auto add_pair = [&](int i) TESSERA_INLINE_LAMBDA {
+          called.template call<(keys > 1 ? 2 : 1)>();
           const __m512i x = load_cells_of(v[i] + c);
           const __m512i y =
               i + 1 < keys ? load_cells_of(v[i + 1 < keys ? i + 1 : i] + c) : _mm512_setzero_si512();
@@ -338,6 +336,16 @@ struct PackValues {
             acc[r][0] = add_dots(acc[r][0], pair, low);
             acc[r][1] = add_dots(acc[r][1], pair, high);
           }
+        };
+        // A loop of eight keys, not of 16: one piece of code for all of them reads slower (NOTES.md).
+        if constexpr (keys > 8) {
+          for (int first = 0; first < keys; first += 8) {
+            HWY_UNROLL(4)
+            for (int i = 0; i < 8; i += 2) add_pair(first + i);
+          }
+        } else {
+          HWY_UNROLL(4)
+          for (int i = 0; i < keys; i += 2) add_pair(i);
         }
         HWY_UNROLL(8)
         for (int r = 0; r < rows; ++r) {
@@ -426,25 +434,7 @@ class PackProducts::State : public BlockState<most_places> {
   void scores(const Few& few, std::int64_t heads, std::int64_t k_head) {
     block_.s = few.s;
     std::fill_n(block_.most, std::size(block_.most), -infinity);
-    Calls calls;
-    start_calls(calls, k_lines_ahead, order_, 0);
-    const PackScores to{reinterpret_cast<const bfloat16*>(few.q),
-                        2 * q_rows(rows_) * few.q_ld,
-                        heads,
-                        k_head,
-                        dim_,
-                        k_rows_,
-                        keys_};
-    switch (width_) {
-      case 1:
-        return to.by_key<1>(block_, calls);
-      case 2:
-        return to.by_key<2>(block_, calls);
-      case 4:
-        return to.by_quads<1>(block_, calls);
-      default:
-        return to.by_quads<2>(block_, calls);
-    }
+    in_way_of_cpu([&](auto way) HWY_ATTR { scores_in(way, few, heads, k_head); });
   }
 
   // task_of(h) has the rows of a head.
@@ -456,10 +446,7 @@ class PackProducts::State : public BlockState<most_places> {
   }
 
   void values(const Few& few, std::int64_t heads, std::int64_t v_head) {
-    Calls calls;
-    start_calls(calls, v_lines_ahead, order_ + keys_, 1);
-    const PackValues to{block_, heads, v_head, dim_v_, few.o};
-    with_rows(rows_, [&](auto rows) HWY_ATTR { to.run<rows>(v_rows_, keys_, calls); });
+    in_way_of_cpu([&](auto way) HWY_ATTR { values_in(way, few, heads, v_head); });
     if (in_quads(rows_)) {
       add_sums<QuadLayout>(heads);
     } else {
@@ -475,12 +462,44 @@ class PackProducts::State : public BlockState<most_places> {
   const void* order_[2 * most_keys + most_ahead] = {};  // k, v and those of the next block
   std::int64_t row_bytes_[2] = {};                      // of k and of v
 
+  template <class Way>
+  HWY_INLINE void scores_in(Way /*way*/, const Few& few, std::int64_t heads, std::int64_t k_head) {
+    Calls<Way> calls;
+    start_calls<Way>(calls, Way::k_lines, order_, 0);
+    const PackScores<Way> to{reinterpret_cast<const bfloat16*>(few.q),
+                             2 * q_rows(rows_) * few.q_ld,
+                             heads,
+                             k_head,
+                             dim_,
+                             k_rows_,
+                             keys_};
+    switch (width_) {
+      case 1:
+        return to.template by_key<1>(block_, calls);
+      case 2:
+        return to.template by_key<2>(block_, calls);
+      case 4:
+        return to.template by_quads<1>(block_, calls);
+      default:
+        return to.template by_quads<2>(block_, calls);
+    }
+  }
+
+  template <class Way>
+  HWY_INLINE void values_in(Way /*way*/, const Few& few, std::int64_t heads, std::int64_t v_head) {
+    Calls<Way> calls;
+    start_calls<Way>(calls, Way::v_lines, order_ + keys_, 1);
+    const PackValues<Way> to{block_, heads, v_head, dim_v_, few.o};
+    with_rows(rows_, [&](auto rows) HWY_ATTR { to.template run<rows>(v_rows_, keys_, calls); });
+  }
+
   // Of rows[0], which is k's (side 0) or v's (1), and what follows it: as many rows of the other one at
   // least.
-  HWY_INLINE void start_calls(Calls& calls, const std::int64_t (&lines)[line_calls], const void* const* rows,
-                              int side) const {
+  template <class Way>
+  HWY_INLINE void start_calls(Calls<Way>& calls, const std::int64_t (&lines)[Way::calls],
+                              const void* const* rows, int side) const {
     const std::int64_t bytes = row_bytes_[side], other_bytes = row_bytes_[1 - side];
-    for (int n = 0; n < line_calls; ++n) {
+    for (int n = 0; n < Way::calls; ++n) {
       const std::int64_t ahead = std::min((64 * lines[n] + bytes - 1) / bytes, most_ahead);
       calls[n] = LinesAhead(rows + ahead, std::end(order_), keys_ - ahead, bytes, other_bytes);
     }

@@ -1,6 +1,7 @@
 // Lines of the cache that are called for before they are read.
 #pragma once
 
+#include "cpu/features.h"
 #include "cpu/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -45,25 +46,56 @@ class LinesAhead {
   }
 };
 
-// CPUs forget prefetches that they have no room for, so a line is called for three times (NOTES.md).
-constexpr int line_calls = 3;
-using Calls = LinesAhead[line_calls];
+// CPUs forget prefetches that they have no room for, so a line is called for more than once. How that is best
+// done depends on the CPU. A way to do so says, by measurement (NOTES.md),
+// - for k and for v how many lines before it is read a line is called for, and into which level of caches
+//   (__builtin_prefetch's locality),
+// - from how long a row of the cache on packs pay,
+// - how many keys go in step in o += p v,
+// - whether what is called for meanwhile is taken a line of those keys at a time, which seldom goes on behind
+//   a row, or a head, which takes fewer instructions.
+struct AskOften {  // Zen 5
+  static constexpr int calls = 3, locality = 3;
+  // k farther ahead than v: some lines of a block's first keys are passed over by a call each.
+  static constexpr std::int64_t k_lines[calls] = {320, 256, 160}, v_lines[calls] = {288, 192, 96};
+  static constexpr std::int64_t least_row_bytes = 2048;
+  static constexpr int value_keys(std::int64_t rows) { return rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
+  static constexpr bool values_by_line = false;
+};
+struct AskAgain {  // Zen 4
+  static constexpr int calls = 2, locality = 2;
+  static constexpr std::int64_t k_lines[calls] = {640, 512}, v_lines[calls] = {640, 512};
+  static constexpr std::int64_t least_row_bytes = 256;
+  static constexpr int value_keys(std::int64_t rows) { return rows <= 2 ? 4 : rows <= 4 ? 8 : 16; }
+  static constexpr bool values_by_line = true;
+};
+
+// body(way) with the way of this CPU.
+template <class Body>
+HWY_INLINE void in_way_of_cpu(const Body& body) {
+  if (prefetches() == Prefetches::ask_often) return body(AskOften());
+  body(AskAgain());
+}
+
+template <class Way>
+using Calls = LinesAhead[Way::calls];
 
 // The next bytes of each of the calls.
+template <class Way>
 struct Called {
-  const char* at[line_calls];
+  const char* at[Way::calls];
 
-  HWY_INLINE Called(Calls& calls, std::int64_t bytes) {
-    for (int n = 0; n < line_calls; ++n) at[n] = calls[n].take(bytes);
+  HWY_INLINE Called(Calls<Way>& calls, std::int64_t bytes) {
+    for (int n = 0; n < Way::calls; ++n) at[n] = calls[n].take(bytes);
   }
-  // Calls for `lines` lines of each, into the first-level cache. Where the last one is a part of a line, more
-  // are called for than were taken.
+  // Calls for `lines` lines of each. Where the last one is a part of a line, more are called for than were
+  // taken.
   template <int lines>
   HWY_INLINE void call() {
     HWY_UNROLL(3)
     for (const char*& line : at) {
       HWY_UNROLL(8)
-      for (int i = 0; i < lines; ++i) __builtin_prefetch(line + 64 * i, 0, 3);
+      for (int i = 0; i < lines; ++i) __builtin_prefetch(line + 64 * i, 0, Way::locality);
       line += 64 * lines;
     }
   }

@@ -4,6 +4,7 @@
 #include <random>
 
 #include "cpu/decode_kernel_test.h"
+#include "cpu/features.h"
 
 namespace tessera::verify {
 namespace {
@@ -216,6 +217,26 @@ TEST_P(DecodeOptions, LongRows) {
         expect_right(c, text_of("group", group) + text_of("threads", threads));
       }
     }
+  }
+}
+
+// CPUs differ in how lines are asked for, how many keys go in step, and from how long a row on heads are
+// taken together: what others do is tried on this one.
+TEST_P(DecodeOptions, WaysOfOtherCpus) {
+  const cpu::Prefetches own = cpu::prefetches();
+  for (const auto way : {cpu::Prefetches::ask_once, cpu::Prefetches::ask_again, cpu::Prefetches::ask_often}) {
+    if (way == own) continue;
+    cpu::set_prefetches(way);
+    for (const std::int64_t group : {1, 2, 3, 4, 5, 8, 16}) {
+      for (const std::int64_t num_heads_k : {1, 2, 7}) {
+        for (DecodeCase c : cases_of_group(group, num_heads_k, 152)) {
+          c.cache_seqlens = {1, 77, 161};
+          expect_right(c, text_of("way", static_cast<int>(way)) + text_of("group", group) +
+                              text_of("heads", num_heads_k));
+        }
+      }
+    }
+    cpu::set_prefetches(own);
   }
 }
 
