@@ -229,7 +229,9 @@ TEST_P(DecodeOptions, WaysOfOtherCpus) {
     cpu::set_prefetches(way);
     for (const std::int64_t group : {1, 2, 3, 4, 5, 8, 16}) {
       for (const std::int64_t num_heads_k : {1, 2, 7}) {
-        for (DecodeCase c : cases_of_group(group, num_heads_k, 152)) {
+        const std::vector<DecodeCase> cases = cases_of_group(group, num_heads_k, 152);
+        for (std::size_t i = static_cast<std::size_t>((group + num_heads_k) % 3); i < cases.size(); i += 3) {
+          DecodeCase c = cases[i];
           c.cache_seqlens = {1, 77, 161};
           expect_right(c, text_of("way", static_cast<int>(way)) + text_of("group", group) +
                               text_of("heads", num_heads_k));
