@@ -126,21 +126,21 @@ inline constexpr int most_sorted = 128;
 
 // How tiles of queries are dealt out. Blocks of threads take units in turn: a tile, or - where tiles of a
 // head differ, as under a causal mask - one that sees many keys and one that sees few, so that units are
-// alike. The units of a head follow one another, so that those which run at a time share keys in the L2
-// cache; the last tiles of a sequence, which see most, come first. The first rows, which see least, may stay
-// apart: then the others fill the turns, and these fill up what is left. Under a window all others are alike:
-// then every second turn goes backwards, so that who had a longer tile than others in one has a shorter one
-// in the next.
+// alike. The units of a head, or of some heads side by side, follow one another, so that those which run at a
+// time share keys in the L2 cache; the last tiles of a sequence, which see most, come first. The first rows,
+// which see least, may stay apart: then the others fill the turns, and these fill up what is left. Under a
+// window all others are alike: then every second turn goes backwards, so that who had a longer tile than
+// others in one has a shorter one in the next.
 struct TileOrder {
   unsigned rows, heads;  // a row of tiles has one of each head (unless packed: of all batch entries)
   bool masked;           // queries do not see all keys of their sequence
   bool paired;
-  bool by_rows;     // the heads of a row follow one another instead
   bool sorted;      // rows are tiles of packed sequences, those of the longest first
   bool to_and_fro;  // every second turn goes backwards
   unsigned apart;   // rows whose tiles are dealt out last, one by one
   unsigned change;  // of places, from turn to turn; below the number of blocks of threads
-  Divisor inner;    // units that follow one another
+  Divisor beside;   // heads whose units are dealt out side by side, row by row; divides `heads`
+  Divisor inner;    // units of these heads
   Divisor all_heads, heads_of_batch, group_size;
 
   // Of what was said so far, so that a GPU need not work it out for every tile.
@@ -189,8 +189,8 @@ struct TileOrder {
       const unsigned single = unit - together;
       return {apart - 1 - all_heads.quotient(single), all_heads.remainder(single), true};
     }
-    const unsigned outer = inner.quotient(unit), rest = inner.remainder(unit);
-    const unsigned head = by_rows ? rest : outer, from_end = by_rows ? outer : rest;
+    const unsigned rest = inner.remainder(unit), from_end = beside.quotient(rest);
+    const unsigned head = inner.quotient(unit) * beside.divisor + beside.remainder(rest);
     return {turn.second ? apart + from_end : rows - 1 - from_end, head,
             !turn.second || 2 * from_end + 1 != rows - apart};
   }

@@ -418,6 +418,27 @@ TEST(Plan, HoppersForwardFillsItsLastTurn) {
   }
 }
 
+// Under a window tiles of some heads, a part of all, are dealt out side by side; else a head's follow one
+// another.
+TEST(Plan, HoppersForwardDealsOutHeadsSideBySide) {
+  constexpr DeviceLimits limits{90, 227 << 10, 132};
+  const auto heads_of_a_turn = [&](int heads, std::int64_t window) {
+    Problem p = problem_of(1, 16384, heads, 128);
+    p.max_seqlen_q = p.max_seqlen_k = 16384;
+    p.window_left = window;
+    p.window_right = 0;
+    const TileOrder order = tile_order(sm90_forward_config(limits, p), p, limits);
+    std::vector<unsigned> found;
+    for (unsigned unit = 0; unit < 16; ++unit) found.push_back(order.tile({0, unit}).head);
+    return found;
+  };
+  using Heads = std::vector<unsigned>;
+  EXPECT_EQ(heads_of_a_turn(16, 1024), (Heads{0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(heads_of_a_turn(9, 1024), (Heads{0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0}));
+  EXPECT_EQ(heads_of_a_turn(17, 1024), Heads(16, 0));
+  EXPECT_EQ(heads_of_a_turn(16, Mask::unbounded), Heads(16, 0));
+}
+
 // Where rows become shorter towards the end, or longer all the way, they are not alike.
 TEST(Plan, HoppersForwardPairsWhatIsNotAlike) {
   constexpr DeviceLimits limits{90, 227 << 10, 132};

@@ -68,6 +68,15 @@ unsigned rows_apart(TileOrder order, const Sm90ForwardConfig& config, const Prob
   return best;
 }
 
+// Short tiles wait for memory more: those that run at a time then read whole rows of it, and not only a
+// head's part of each. Few heads, so that what they read stays in the L2 cache until the next tile has read
+// it, too.
+unsigned heads_beside(unsigned heads) {
+  unsigned beside = 8;
+  while (heads % beside != 0) --beside;
+  return beside;
+}
+
 }  // namespace
 
 std::int64_t forward_tiles(const Sm90ForwardConfig& config, const Problem& problem) {
@@ -108,14 +117,14 @@ TileOrder tile_order(const Sm90ForwardConfig& config, const Problem& problem, co
   const bool alike = uneven && shorter <= most_apart && shorter < order.rows / 2;
   order.paired =
       uneven && !alike && (order.rows + 1) / 2 * order.heads >= static_cast<unsigned>(limits.multiprocessors);
-  order.by_rows = problem.packed;
   order.sorted = problem.packed && problem.batch < most_sorted;
   order.to_and_fro = order.sorted || alike;
   if (order.paired)
     order.apart = rows_apart(order, config, problem, static_cast<unsigned>(limits.multiprocessors));
   if (alike) order.apart = shorter;
   order.count();
-  order.inner = Divisor(order.by_rows ? order.heads : order.units_of_head());
+  order.beside = Divisor(problem.packed ? order.heads : alike ? heads_beside(order.heads) : 1);
+  order.inner = Divisor(order.units_of_head() * order.beside.divisor);
   order.all_heads = Divisor(order.heads);
   order.change = 7 % std::clamp<unsigned>(limits.multiprocessors, 1, order.units);
   order.heads_of_batch = Divisor(static_cast<unsigned>(num_heads));
