@@ -231,6 +231,17 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         ptx::wgmma<C.type>(acc_o[0], p[j], v_operand.rows_from(j * 16, v.stage), true);
       ptx::wgmma_commit();
     };
+    // It is there, and v's buffer free; k's is when nobody needs these scores again.
+    const auto end_values = [&] {
+      ptx::wgmma_wait<0>();
+      ptx::settle(acc_o[0]);
+      v_there.release(v);
+      v.next();
+    };
+    const auto end_keys = [&] {
+      k_there.release(k);
+      k.next();
+    };
     const auto load_bias = [&](int block) {
       if constexpr (has(C.terms, Terms::bias)) {
         const int own = scarce ? group_again() : group;
@@ -275,29 +286,14 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
     const auto hide_keys = [&](int block, bool partly) {
       if (partly) tile::hide(s, mask.tile(first_query + own_row(), block * C.block_n));
     };
-    // s becomes p, not yet rounded; shrink hears what that does to acc_o.
-    const auto weigh = [&]<bool first>(int block, bool partly, const auto& shrink) {
+    // s becomes p, not yet rounded, by its maxima; shrink hears what that does to acc_o.
+    const auto weigh = [&](int block, bool partly, const auto& shrink) {
       const int first_key = block * C.block_n;
       const auto hide = [&] { hide_keys(block, partly); };
       const auto exponentiate = [&](const auto&... exponent_of) {
 #pragma unroll
         for (int j = 0; j < n; ++j) softmax.exponentiate(s[0][j], 0, exponent_of...);
       };
-      if constexpr (at_once && !first) {
-        if (ready) {
-          hide();
-          float sum[1][2];
-          if constexpr (capping) {
-            softmax.exponentiate_at_once(s, sum, cap);
-          } else {
-            softmax.exponentiate_at_once(s, sum);
-          }
-          if (softmax.accept(sum, limit)) return;
-          if (softmax.accept_after_all(s, sum, limit)) return;
-          --chances;
-          compute_again(block);
-        }
-      }
       bool capped = false;
       if constexpr (capping) {
         float maximum[1][2];
@@ -367,9 +363,8 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       tile::clear(acc_o);
       ptx::wgmma_wait<0>();
       ptx::settle(s[0]);
-      k_there.release(k);
-      k.next();
-      weigh.template operator()<true>(past_block - 1, sees_part(past_block - 1), [](int, int, float) {});
+      end_keys();
+      weigh(past_block - 1, sees_part(past_block - 1), [](int, int, float) {});
       round_p();
 
       // Keys behind the sequence's last have weight 0: their values have to be numbers.
@@ -377,10 +372,6 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         v_there.wait(v);
         clear_rows(shared.v[v.stage], keys_there, group);
       }
-      // What rows of acc_o are to be multiplied by, if one has moved: seldom, so nothing is set otherwise. Of
-      // a bool the compiler would make a byte, at two instructions more.
-      float shrunk[2] = {1.0f, 1.0f};
-      int moved = 0;
 #pragma unroll 1
       for (int block = past_block - 2; block >= first_block; --block) {
         const bool partly = sees_part(block);
@@ -393,20 +384,42 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         choose_kept(block);
         ptx::wgmma_wait<1>();
         ptx::settle(s[0]);
-        weigh.template operator()<false>(block, partly, [&](int, int half, float x) {
-          shrunk[half] = x;
-          moved = 1;
-        });
-        k_there.release(k);
-        k.next();
-        ptx::wgmma_wait<0>();
-        ptx::settle(acc_o[0]);
-        v_there.release(v);
-        v.next();
-        if (moved != 0) {
-          moved = 0;
+        if constexpr (at_once) {
+          float sum[1][2];
+          int right = 0;  // of a bool the compiler would make a byte, at two instructions more
+          if (ready) {
+            hide_keys(block, partly);
+            if constexpr (capping) {
+              softmax.exponentiate_at_once(s, sum, cap);
+            } else {
+              softmax.exponentiate_at_once(s, sum);
+            }
+            right = softmax.accept(sum, limit) ? 1 : 0;
+          }
+          end_values();
+          if (right == 0 && !(ready && softmax.accept_after_all(s, sum, limit))) {
+            if (ready) {
+              --chances;
+              compute_again(block);
+            }
+            weigh(block, partly, [&](int, int half, float x) { softmax.shrink_rows(acc_o, 0, half, x); });
+          }
+          end_keys();
+        } else {
+          // What rows of acc_o are to be multiplied by, if one has moved: seldom, so nothing is set
+          // otherwise.
+          float shrunk[2];
+          int moved = 0;
+          weigh(block, partly, [&](int, int half, float x) {
+            shrunk[half] = x;
+            moved = 1;
+          });
+          end_keys();
+          end_values();
+          if (moved != 0) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) softmax.shrink_rows(acc_o, 0, half, shrunk[half]);
+            for (int half = 0; half < 2; ++half) softmax.shrink_rows(acc_o, 0, half, shrunk[half]);
+          }
         }
         round_p();
       }
@@ -414,10 +427,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
       v_there.wait(v);
       issue_values();
       end_softmax();
-      ptx::wgmma_wait<0>();
-      ptx::settle(acc_o[0]);
-      v_there.release(v);
-      v.next();
+      end_values();
     } else {
       tile::clear(acc_o);
       ptx::settle(acc_o[0]);  // here: or it would be done for all, and there once more
