@@ -123,6 +123,17 @@ TEST(Compile, GivesACubinAndItsResources) {
   EXPECT_EQ(cubin.value().log.find('\0'), std::string::npos);
 }
 
+// Where there is a GPU, NVRTC from 12.9 on would find the second in a cache of its own, which keeps no log.
+TEST(Compile, HasTheResourcesAgain) {
+  TESSERA_NEED_NVRTC();
+  const std::string text = "extern \"C\" __global__ void again(float* p) { p[threadIdx.x] *= 3.0f; }\n";
+  const Result<Cubin> first = compile("again", text, "sm_80"), second = compile("again", text, "sm_80");
+  ASSERT_TRUE(first.ok() && second.ok());
+  EXPECT_GT(first.value().resources.registers, 0);
+  EXPECT_EQ(second.value().resources.registers, first.value().resources.registers);
+  EXPECT_EQ(second.value().image, first.value().image);
+}
+
 TEST(Compile, SpillsAreSeen) {
   TESSERA_NEED_NVRTC();
   const std::string text =

@@ -78,7 +78,11 @@ Result<Cubin> compile(std::string_view name, std::string_view text, std::string_
   Cubin cubin;
   if (const int result = program.create(std::string(text), std::string(name) + ".cu"); result != 0)
     return failed(result, "");
-  const int result = program.compile(compile_options(arch));
+  std::vector<std::string> options = compile_options(arch);
+  // Of what it finds in its own cache, where there is a GPU, it tells neither registers nor spills. Ours
+  // keeps them.
+  if (api.caches) options.emplace_back("--no-cache");
+  const int result = program.compile(options);
   cubin.log = program.log();
   if (result != 0) return failed(result, cubin.log);
   if (const int taken = program.take_image(cubin.image); taken != 0) return failed(taken, cubin.log);

@@ -58,6 +58,7 @@ Result<NvrtcApi> open_and_resolve() {
   if (api.version(&major, &minor) != 0)
     return Status(Code::internal, library.value().file() + ": nvrtcVersion failed");
   api.version_text = std::to_string(major) + "." + std::to_string(minor);
+  api.caches = major > 12 || (major == 12 && minor >= 9);
   api.file = library.value().file();
   return api;
 }

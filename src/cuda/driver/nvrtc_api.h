@@ -23,6 +23,7 @@ struct NvrtcApi {
   int (*get_cubin)(NvrtcProgram program, char* cubin);
 
   std::string version_text;  // "13.0"
+  bool caches = false;       // by itself, unless it is told not to
   std::string file;          // that it was opened from
 };
 
