@@ -128,7 +128,8 @@ TEST(Compile, HasTheResourcesAgain) {
   TESSERA_NEED_NVRTC();
   const std::string text = "extern \"C\" __global__ void again(float* p) { p[threadIdx.x] *= 3.0f; }\n";
   const Result<Cubin> first = compile("again", text, "sm_80"), second = compile("again", text, "sm_80");
-  ASSERT_TRUE(first.ok() && second.ok());
+  ASSERT_TRUE(first.ok()) << first.status().message();
+  ASSERT_TRUE(second.ok()) << second.status().message();
   EXPECT_GT(first.value().resources.registers, 0);
   EXPECT_EQ(second.value().resources.registers, first.value().resources.registers);
   EXPECT_EQ(second.value().image, first.value().image);

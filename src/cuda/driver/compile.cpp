@@ -80,7 +80,7 @@ Result<Cubin> compile(std::string_view name, std::string_view text, std::string_
     return failed(result, "");
   std::vector<std::string> options = compile_options(arch);
   // Of what it finds in its own cache, where there is a GPU, it tells neither registers nor spills. Ours
-  // keeps them.
+  // keeps them. Not in compile_options(): the pack's key is the same for every compiler.
   if (api.caches) options.emplace_back("--no-cache");
   const int result = program.compile(options);
   cubin.log = program.log();

@@ -68,9 +68,8 @@ unsigned rows_apart(TileOrder order, const Sm90ForwardConfig& config, const Prob
   return best;
 }
 
-// Short tiles wait for memory more: those that run at a time then read whole rows of it, and not only a
-// head's part of each. Few heads, so that what they read stays in the L2 cache until the next tile has read
-// it, too.
+// Short tiles wait for memory more: those that run at a time then read long pieces of its rows, and not only
+// a head's. Few heads, so that what they read stays in the L2 cache until the next tile has read it, too.
 unsigned heads_beside(unsigned heads) {
   unsigned beside = 8;
   while (heads % beside != 0) --beside;
