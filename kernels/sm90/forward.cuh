@@ -231,7 +231,7 @@ __device__ __forceinline__ void consume(const Sm90ForwardParams& all, ForwardSha
         ptx::wgmma<C.type>(acc_o[0], p[j], v_operand.rows_from(j * 16, v.stage), true);
       ptx::wgmma_commit();
     };
-    // It is there, and v's buffer free; k's is when nobody needs these scores again.
+    // acc_o has it, and v's buffer is free. k's is free when nobody will compute the scores again.
     const auto end_values = [&] {
       ptx::wgmma_wait<0>();
       ptx::settle(acc_o[0]);

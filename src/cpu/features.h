@@ -16,7 +16,7 @@ namespace tessera::cpu {
 // always, into the first level.
 enum class Prefetches { ask_once, ask_again, ask_often };
 [[nodiscard]] Prefetches prefetches();
-// As on another CPU; returns what it was. For tests, while no call runs: it changes no result.
+// As on another CPU; returns what it was. For tests, while no call runs: sums may be made in another order.
 Prefetches set_prefetches(Prefetches value);
 
 }  // namespace tessera::cpu

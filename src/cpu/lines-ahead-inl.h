@@ -62,7 +62,7 @@ struct AskOften {  // Zen 5
   static constexpr int value_keys(std::int64_t rows) { return rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
   static constexpr bool values_by_line = false;
 };
-struct AskAgain {  // Zen 4
+struct AskAgain {  // Zen 4, and whoever was not measured
   static constexpr int calls = 2, locality = 2;
   static constexpr std::int64_t k_lines[calls] = {640, 512}, v_lines[calls] = {640, 512};
   static constexpr std::int64_t least_row_bytes = 256;
