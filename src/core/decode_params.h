@@ -69,7 +69,9 @@ struct DecodeParams {
   Divisor head_tiles_k;  // of all key heads
   Divisor tiles;         // of a sequence, unless packed
   Divisor parts;         // num_splits, or how many there are at most by themselves
-  int split_unit, split_fewest;
+  int split_unit;
+  int split_fewest, split_fewest_joined;  // of a sequence of up to joined_queries
+  int joined_queries;
   int split_queries;    // a sequence of more is one block's
   int warps;            // of a block
   unsigned at_once;     // blocks that a GPU has room for: later ones begin when others have ended
@@ -120,7 +122,8 @@ struct DecodeParams {
     unsigned keys =
         seqlen_q > split_queries ? (n + w - 1) / w : parts.quotient(n) + (parts.remainder(n) != 0 ? 1 : 0);
     keys = (keys + unit - 1) / unit * unit;
-    if (keys < static_cast<unsigned>(split_fewest)) keys = static_cast<unsigned>(split_fewest);
+    const auto fewest = static_cast<unsigned>(seqlen_q > joined_queries ? split_fewest : split_fewest_joined);
+    if (keys < fewest) keys = fewest;
     const unsigned count = (n + keys - 1) / keys;
     return {static_cast<int>(keys), count < 1 ? 1 : static_cast<int>(count)};
   }

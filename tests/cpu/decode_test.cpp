@@ -411,6 +411,18 @@ TEST_P(DecodeContract, AQueryThatIsNoNumberStaysInItsRow) {
   }
 }
 
+// Those of sequence b to another cache, of the same head dims, that has this sequence alone.
+void copy_keys(const DecodeTensors& from, std::int64_t b, DecodeTensors& to) {
+  const DecodeCase& c = from.settings;
+  const std::int64_t row = c.num_heads_k * c.head_dim;
+  for (std::int64_t s = 0; s < c.cache_seqlens[static_cast<std::size_t>(b)]; ++s) {
+    for (std::int64_t i = 0; i < row; ++i) {
+      to.k_cache.set(to.row_of(0, s) * row + i, from.k_cache.get(from.row_of(b, s) * row + i));
+      to.v_cache.set(to.row_of(0, s) * row + i, from.v_cache.get(from.row_of(b, s) * row + i));
+    }
+  }
+}
+
 // Whatever else is in the batch, however its pages lie, and whatever room the cache has.
 TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
   for (DecodeCase c : {typical(), of_long_rows(2, 8)}) {
@@ -428,15 +440,7 @@ TEST_P(DecodeContract, ASequenceHasItsBitsInAnyBatch) {
             one.page_size = page;
             one.room = 100 * page;
             DecodeTensors alone(one);
-            const std::int64_t row = c.num_heads_k * c.head_dim;
-            for (std::int64_t s = 0; s < c.cache_seqlens[b]; ++s) {
-              for (std::int64_t i = 0; i < row; ++i) {
-                alone.k_cache.set(alone.row_of(0, s) * row + i,
-                                  whole.k_cache.get(whole.row_of(b, s) * row + i));
-                alone.v_cache.set(alone.row_of(0, s) * row + i,
-                                  whole.v_cache.get(whole.row_of(b, s) * row + i));
-              }
-            }
+            copy_keys(whole, b, alone);
             copy_elements(slice(whole.q.tensor(), 0, b, 1), alone.q.tensor());
             (void)outputs(alone);
             EXPECT_EQ(differences(alone.o.tensor(), slice(whole.o.tensor(), 0, b, 1)), 0)
@@ -470,6 +474,50 @@ TEST_P(DecodeContract, PromptsAndSingleTokensInOneBatch) {
       for (const int threads : {1, 3}) {
         tensors.settings.threads = threads;
         EXPECT_EQ(outputs(tensors), first) << text_of("threads", threads) << text_of("group", group);
+      }
+    }
+  }
+}
+
+// Prompts beside a sequence change the tiles it is in, and no bit of it.
+TEST_P(DecodeContract, ASequenceOfAPackedBatchHasItsBitsAlone) {
+  for (const std::int64_t head_dim : {64, 128, 256}) {
+    for (const std::int64_t group : {1, 4}) {
+      for (const bool narrow : {false, true}) {
+        if (head_dim != 128 && (narrow || group == 1)) continue;  // for the sake of time
+        DecodeCase c;
+        c.cache_seqlens = {600, 200, 300, 33, 9, 1100};
+        c.lengths_q = {1, 70, 3, 1, 0, 2};
+        c.num_heads_k = 2;
+        c.num_heads_q = 2 * group;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.causal = true;
+        c.dtype = c.o_dtype = DType::bfloat16;
+        if (narrow) c.cache_dtype = DType::int8;
+        if (narrow) c.cache_scale = 0.03;
+        DecodeTensors whole(forced(c));
+        (void)outputs(whole);
+        std::int64_t first = 0;
+        for (std::size_t b = 0; b < c.lengths_q.size(); first += c.lengths_q[b++]) {
+          for (const bool packed : {false, true}) {
+            DecodeCase one = whole.settings;
+            one.cache_seqlens = {c.cache_seqlens[b]};
+            one.seqlen_q = c.lengths_q[b];
+            one.lengths_q.clear();
+            if (packed) one.lengths_q = {c.lengths_q[b]};
+            DecodeTensors alone(one);
+            const auto index = static_cast<std::int64_t>(b);
+            copy_keys(whole, index, alone);
+            const std::int64_t rows = c.lengths_q[b];
+            copy_elements(slice(whole.q.tensor(), 0, first, rows), alone.q.tensor());
+            (void)outputs(alone);
+            const std::string what = text_of("head_dim", head_dim) + text_of("group", group) +
+                                     text_of("sequence", index) + text_of("packed", packed) +
+                                     text_of("narrow", narrow);
+            EXPECT_EQ(differences(alone.o.tensor(), slice(whole.o.tensor(), 0, first, rows)), 0) << what;
+            EXPECT_EQ(differences(alone.lse.tensor(), slice(whole.lse.tensor(), 1, first, rows)), 0) << what;
+          }
+        }
       }
     }
   }

@@ -37,7 +37,8 @@ TEST(DecodePlan, SplitsAreThoseOfCore) {
       const DecodeCut cut = decode_cut(config, p);
       const DecodeParams params = decode_params(hopper, config, p, {});
       for (const int keys : {0, 1, 63, 64, 255, 256, 257, 1000, 4096, 65535, 1 << 20}) {
-        const Splits expected = Splits::of(keys, std::min<std::int64_t>(given, 128) * config.warps, cut.rule);
+        const Splits expected =
+            Splits::of(keys, std::min<std::int64_t>(given, 128) * config.warps, cut.rule_of(1));
         const DecodeSplits splits = params.splits(1, keys);
         ASSERT_EQ(splits.keys, expected.keys) << keys << " keys, " << given;
         ASSERT_EQ(splits.count, expected.count) << keys << " keys, " << given;
@@ -103,6 +104,41 @@ TEST(DecodePlan, ALargeBatchHasFewBlocksOfASequence) {
   EXPECT_EQ(few.blocks_of(few.splits(1, 8192)).count, 4);
   EXPECT_EQ(few.blocks_of(few.splits(1, 1024)).count, 4);
   EXPECT_EQ(few.blocks_of(few.splits(1, 64)).count, 1);
+}
+
+// Nor on how many queries others of a packed batch have, though the tiles do.
+TEST(DecodePlan, ASequenceOfAPackedBatchIsCutAsAlone) {
+  for (const auto& [head_dim, head_dim_v] :
+       {std::pair(64, 64), {96, 96}, {128, 128}, {192, 192}, {256, 256}, {192, 64}, {64, 192}}) {
+    for (const DType stored : {DType::bfloat16, DType::float8_e4m3fn}) {
+      for (const std::int64_t group : {1, 3, 4, 8, 16, 20}) {
+        for (const int queries : {1, 2, 8, 17, 100, 300}) {
+          Problem p = problem_of(1, 8 * group, 8, queries, 8192);
+          p.head_dim = head_dim;
+          p.head_dim_v = head_dim_v;
+          p.k.dtype = p.v.dtype = stored;
+          const DecodeConfig config = decode_config(hopper, p, false);
+          const DecodeParams alone = decode_params(hopper, config, p, {});
+          p.packed = true;
+          p.batch = 5;
+          for (const std::int64_t longest : {0, 10, 1000}) {
+            p.rows_q = p.batch * (queries + longest);
+            p.max_seqlen_q = queries + longest;
+            const DecodeConfig beside = decode_config(hopper, p, false);
+            const DecodeParams among = decode_params(hopper, beside, p, {});
+            ASSERT_EQ(beside.keys, config.keys) << head_dim << " group " << group << " of " << queries;
+            for (const int keys : {1, 33, 64, 100, 1000, 2048, 5000, 8192}) {
+              const DecodeSplits splits = among.splits(queries, keys);
+              ASSERT_EQ(splits.keys, alone.splits(queries, keys).keys)
+                  << head_dim << " group " << group << " of " << queries << " beside " << longest;
+              ASSERT_EQ(splits.count, alone.splits(queries, keys).count);
+              ASSERT_LE(among.blocks_of(splits).parts, 1 << beside.levels);
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 // Whatever the lengths, the workspace has room for the rows of every split.

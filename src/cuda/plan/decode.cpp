@@ -9,7 +9,7 @@ namespace {
 
 // Parts of a sequence: multiples of a step's keys, so many that a sequence alone fills a GPU with a part for
 // each warp, whatever the number of its key heads. kernels/sm80/NOTES.md has the measurements.
-constexpr std::int64_t split_fewest = 32, split_rows = 256;
+constexpr std::int64_t split_fewest = 64, split_fewest_joined = 32, split_rows = 256;
 constexpr std::int64_t fewest_parts = 32, parts_of_all_heads = 512;
 constexpr std::int64_t enough_blocks = 240;   // for a GPU; a block takes more parts only where there are more
 constexpr std::int64_t cluster_keys = 64;     // of a warp: with more, all multiprocessors count for more
@@ -48,13 +48,19 @@ DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem) {
   const std::int64_t given = std::min<std::int64_t>(problem.cache.num_splits, DecodeParams::most_blocks);
   const std::int64_t automatic = std::clamp(
       parts_of_all_heads / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
-  // Parts that no warp joins are larger.
-  const std::int64_t fewest = config.levels > 0 ? split_fewest : 2 * split_fewest;
-  cut.rule = {config.keys, std::max<std::int64_t>(fewest, config.keys), automatic};
+  // Parts that no warp joins are larger: where none would alone, for in a packed batch others may make the
+  // tiles larger.
+  const auto rule = [&](std::int64_t fewest) {
+    return Splits::Rule{config.keys, std::max<std::int64_t>(fewest, config.keys), automatic};
+  };
+  cut.rule = rule(split_fewest);
+  cut.joined = rule(split_fewest_joined);
+  cut.joined_queries = most_joined_rows(config.head_dim_v) / group;
   cut.given_parts = given * config.warps;
   cut.split_queries = given > 0 ? longest : std::min(longest, std::max<std::int64_t>(split_rows / group, 1));
   const bool none = !problem.packed && longest > cut.split_queries;
-  const std::int64_t parts = Splits::most(problem.max_seqlen_k, cut.given_parts, cut.rule);
+  const std::int64_t parts =
+      Splits::most(problem.max_seqlen_k, cut.given_parts, cut.rule_of(problem.packed ? 1 : longest));
   cut.most_splits = none ? 1 : ceil_div(parts, config.warps);
   if (config.cluster > 1) {
     cut.most_splits = config.cluster;
@@ -147,7 +153,12 @@ DecodeParams decode_params(const DeviceLimits& limits, const DecodeConfig& confi
   p.tiles = divisor(cut.tiles);
   p.parts = divisor(cut.given_parts > 0 ? cut.given_parts : cut.rule.most);
   p.split_unit = static_cast<int>(cut.rule.unit);
-  p.split_fewest = static_cast<int>(problem.cache.num_splits > 0 ? cut.rule.unit : cut.rule.fewest);
+  const auto fewest = [&](const Splits::Rule& rule) {
+    return static_cast<int>(problem.cache.num_splits > 0 ? rule.unit : rule.fewest);
+  };
+  p.split_fewest = fewest(cut.rule);
+  p.split_fewest_joined = fewest(cut.joined);
+  p.joined_queries = static_cast<int>(cut.joined_queries);
   p.warps = config.warps;
   p.at_once = static_cast<unsigned>(limits.multiprocessors * config.per_sm);
   p.split_queries = static_cast<int>(cut.split_queries);

@@ -17,17 +17,21 @@ struct DecodeCut {
   std::int64_t head_tiles = 1, head_tiles_k = 1;  // of a key head, of all of them
   std::int64_t tiles = 1;                         // of a sequence, unless packed
   std::int64_t all_tiles = 0;                     // of all sequences, of one head tile
-  Splits::Rule rule;                              // of a sequence's parts
-  std::int64_t given_parts = 0;                   // by num_splits, which counts blocks; 0: automatic
-  std::int64_t split_queries = 0;                 // a sequence of more is one block's
-  std::int64_t most_splits = 1;                   // blocks of a tile
-  std::int64_t split_tiles = 1;                   // of a sequence of split_queries
+  Splits::Rule rule, joined;                      // of a sequence's parts; of up to joined_queries queries
+  std::int64_t joined_queries = 0;
+  std::int64_t given_parts = 0;    // by num_splits, which counts blocks; 0: automatic
+  std::int64_t split_queries = 0;  // a sequence of more is one block's
+  std::int64_t most_splits = 1;    // blocks of a tile
+  std::int64_t split_tiles = 1;    // of a sequence of split_queries
 
   [[nodiscard]] std::int64_t blocks() const { return all_tiles * head_tiles_k * most_splits; }
   [[nodiscard]] std::int64_t partial_tiles(std::int64_t batch) const {
     return most_splits == 1 ? 0 : batch * split_tiles * head_tiles_k;
   }
   [[nodiscard]] std::int64_t partial_rows() const { return queries * heads; }
+  [[nodiscard]] const Splits::Rule& rule_of(std::int64_t seqlen_q) const {
+    return seqlen_q > joined_queries ? rule : joined;
+  }
 };
 [[nodiscard]] DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem);
 

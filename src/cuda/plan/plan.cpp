@@ -204,6 +204,9 @@ bool faster_in_order(const Sm90BackwardConfig& config, const DeviceLimits& limit
   return backward_tiles(config, problem) >= (follow ? 1 : many) * limits.multiprocessors;
 }
 
+// A part that waits for its right neighbour has as many registers as o.
+bool joins(int block_m, int head_dim_v) { return block_m * head_dim_v / 32 <= 32; }
+
 }  // namespace
 
 std::string kernel_name(const ForwardConfig& c) {
@@ -365,6 +368,12 @@ BackwardConfig backward_config(const DeviceLimits& limits, Half type, int head_d
   if (shared_of(config) > limits.shared_per_block) config.stages = 1;
   return config;
 }
+std::int64_t most_joined_rows(int head_dim_v) {
+  for (const int rows : {16, 8}) {
+    if (joins(rows, head_dim_v)) return rows;
+  }
+  return 0;
+}
 DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                            std::int64_t rows, bool aligned, Stored stored) {
   DecodeTiles tiles = row_for(table_for(limits).decode, std::max(head_dim, head_dim_v));
@@ -373,16 +382,16 @@ DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, 
     const int cols = tile_width(dim);
     return stored != Stored::half && cols == 96 ? 128 : cols;
   };
-  const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
   // As many bytes under way as of 16-bit numbers: by twice the keys a step, where there are registers, for
-  // half the instructions a key.
+  // half the instructions a key. Of any number of rows, for a sequence's bits depend on a step's keys: so
+  // there are no 32 rows where they and 32 keys want too many registers.
   if (stored != Stored::half) {
-    const bool wide = block_m > 16 || width(std::max(head_dim, head_dim_v)) > 128;
-    (wide || tiles.keys > 16 ? tiles.stages : tiles.keys) *= 2;
+    const int most = width(std::max(head_dim, head_dim_v));
+    (most > 128 || tiles.keys > 16 ? tiles.stages : tiles.keys) *= 2;
+    if (most > 64) tiles.block_m = 16;
   }
-  // A part that waits for its right neighbour has as many registers as o.
-  const int registers = block_m * width(head_dim_v) / 32;
-  const int levels = registers > 32 ? 0 : 4;
+  const int block_m = rows <= 8 ? 8 : rows <= 16 ? 16 : tiles.block_m;
+  const int levels = joins(block_m, width(head_dim_v)) ? 4 : 0;
   return {type,         width(head_dim), width(head_dim_v), block_m, tiles.warps, tiles.keys,
           tiles.stages, levels,          tiles.per_sm,      1,       aligned,     stored};
 }

@@ -68,6 +68,8 @@ struct SmallConfig {
 // rows: of a key head, the queries of a sequence by the heads of its group. Without a cluster.
 [[nodiscard]] DecodeConfig decode_config(const DeviceLimits& limits, Half type, int head_dim, int head_dim_v,
                                          std::int64_t rows, bool aligned, Stored stored = Stored::half);
+// Of so many rows and fewer a warp has several parts, and joins them; head_dim_v is a tile's.
+[[nodiscard]] std::int64_t most_joined_rows(int head_dim_v);
 // The same for blocks that have a multiprocessor each: twice the bytes under way, where there is room.
 [[nodiscard]] DecodeConfig alone(const DeviceLimits& limits, DecodeConfig config);
 // The same with one block of twice the warps instead of two, where that was measured: a multiprocessor reads
