@@ -285,8 +285,8 @@ class Server {
   void check(const std::vector<Part>& parts, std::int64_t layer) {
     for (const Part& part : parts) {
       if (!part.is_last()) continue;
-      const double error = model_.error(part.request->places, layer, part.row + part.tokens - 1);
-      totals_.worst = error <= totals_.worst ? totals_.worst : error;
+      totals_.worst = example::worse(totals_.worst,
+                                     model_.error(part.request->places, layer, part.row + part.tokens - 1));
       ++totals_.checked;
     }
   }
@@ -300,7 +300,7 @@ class Server {
       totals_.prompt_tokens += request.in_prompt() ? part.tokens : 0;
       bytes += static_cast<double>(request.cached) * model_.bytes_of_key();
       request.cached += part.tokens;
-      totals_.generated += request.in_prompt() ? 0 : 1;
+      totals_.generated += request.in_prompt() ? 0 : 1;  // the prompt's last token has the first
     }
     ++totals_.steps;
     totals_.seconds += seconds;
