@@ -192,16 +192,18 @@ def merge_backward(ctx, do, dlse):  # noqa: ANN001, ANN202
     if do is not None:
         wide = do.float()
         do_a, do_b = (rows(w_a) * wide).to(o_a.dtype), (rows(w_b) * wide).to(o_b.dtype)
-        difference = (wide * (o_a.float() - o_b.float())).sum(-1).transpose(-1, -2)
-        # A side without weight may hold anything, NaN included.
-        difference = torch.where((w_a == 0) | (w_b == 0), 0.0, difference)
+        apart = o_a.float() - o_b.float()
+        # A side without weight may hold anything, NaN included: out before it is multiplied, for this has
+        # derivatives, too.
+        apart = torch.where(rows((w_a == 0) | (w_b == 0)), 0.0, apart)
+        difference = (wide * apart).sum(-1).transpose(-1, -2)
     flow = 0.0 if dlse is None else dlse
     return do_a, w_a * (flow + w_b * difference), do_b, w_b * (flow - w_a * difference), None
 
 
 def weight(part: Tensor, whole: Tensor) -> Tensor:
     """Of a side. Where neither has a key, 0."""
-    return torch.where(part == -torch.inf, 0.0, torch.exp(part - whole))
+    return torch.exp(torch.where(part == -torch.inf, part, part - whole))
 
 
 def rows(of_lse: Tensor) -> Tensor:
