@@ -327,8 +327,7 @@ static_assert(most_places <= stream_task_rows &&
 // decides, and the CPU, not what a task takes of it, nor the size of a page: a sequence's bits depend on
 // neither.
 HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
-  std::int64_t least = 0;
-  in_way_of_cpu([&](auto way) { least = way.least_row_bytes; });
+  const std::int64_t least = least_row_bytes();
   const auto is_long = [&](const View& view, std::int64_t dim) {
     return (problem.num_heads_k == 1 || view.head == dim) &&
            problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least;

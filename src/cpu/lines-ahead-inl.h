@@ -50,7 +50,6 @@ class LinesAhead {
 // done depends on the CPU. A way to do so says, by measurement (NOTES.md),
 // - for k and for v how many lines before it is read a line is called for, and into which level of caches
 //   (__builtin_prefetch's locality),
-// - from how long a row of the cache on packs pay,
 // - how many keys go in step in o += p v,
 // - whether what is called for meanwhile is taken a line of those keys at a time, which seldom goes on behind
 //   a row, or a head, which takes fewer instructions.
@@ -58,14 +57,12 @@ struct AskOften {  // Zen 5
   static constexpr int calls = 3, locality = 3;
   // k farther ahead than v: some lines of a block's first keys are passed over by a call each.
   static constexpr std::int64_t k_lines[calls] = {320, 256, 160}, v_lines[calls] = {288, 192, 96};
-  static constexpr std::int64_t least_row_bytes = 2048;
   static constexpr int value_keys(std::int64_t rows) { return rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
   static constexpr bool values_by_line = false;
 };
 struct AskAgain {  // Zen 4, and whoever was not measured
   static constexpr int calls = 2, locality = 2;
   static constexpr std::int64_t k_lines[calls] = {640, 512}, v_lines[calls] = {640, 512};
-  static constexpr std::int64_t least_row_bytes = 256;
   static constexpr int value_keys(std::int64_t rows) { return rows <= 2 ? 4 : rows <= 4 ? 8 : 16; }
   static constexpr bool values_by_line = true;
 };
@@ -76,6 +73,8 @@ HWY_INLINE void in_way_of_cpu(const Body& body) {
   if (prefetches() == Prefetches::ask_often) return body(AskOften());
   body(AskAgain());
 }
+// From how long a row of the cache on packs pay.
+HWY_INLINE std::int64_t least_row_bytes() { return prefetches() == Prefetches::ask_again ? 256 : 2048; }
 
 template <class Way>
 using Calls = LinesAhead[Way::calls];

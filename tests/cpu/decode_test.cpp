@@ -222,14 +222,31 @@ TEST_P(DecodeOptions, LongRows) {
 
 // CPUs differ in how lines are asked for, how many keys go in step, and from how long a row on heads are
 // taken together: what others do is tried on this one.
+class WayOfCpu {
+ public:
+  explicit WayOfCpu(cpu::Prefetches way) : own_(cpu::set_prefetches(way)) {}
+  WayOfCpu(const WayOfCpu&) = delete;
+  WayOfCpu& operator=(const WayOfCpu&) = delete;
+  ~WayOfCpu() { cpu::set_prefetches(own_); }
+
+ private:
+  cpu::Prefetches own_;
+};
+std::vector<cpu::Prefetches> ways_of_other_cpus() {
+  std::vector<cpu::Prefetches> ways = {cpu::Prefetches::ask_once, cpu::Prefetches::ask_again,
+                                       cpu::Prefetches::ask_often};
+  std::erase(ways, cpu::prefetches());
+  return ways;
+}
+
 TEST_P(DecodeOptions, WaysOfOtherCpus) {
-  const cpu::Prefetches own = cpu::prefetches();
-  for (const auto way : {cpu::Prefetches::ask_once, cpu::Prefetches::ask_again, cpu::Prefetches::ask_often}) {
-    if (way == own) continue;
-    cpu::set_prefetches(way);
+  for (const cpu::Prefetches way : ways_of_other_cpus()) {
+    const WayOfCpu set(way);
     for (const std::int64_t group : {1, 2, 3, 4, 5, 8, 16}) {
-      for (const std::int64_t num_heads_k : {1, 2, 7}) {
-        const std::vector<DecodeCase> cases = cases_of_group(group, num_heads_k, 152);
+      for (const std::int64_t num_heads_k : {1, 2, 7, 16}) {
+        if (num_heads_k * group > 64) continue;
+        const std::vector<DecodeCase> cases =
+            cases_of_group(group, num_heads_k, num_heads_k == 16 ? 64 : 152);
         for (std::size_t i = static_cast<std::size_t>((group + num_heads_k) % 3); i < cases.size(); i += 3) {
           DecodeCase c = cases[i];
           c.cache_seqlens = {1, 77, 161};
@@ -238,7 +255,6 @@ TEST_P(DecodeOptions, WaysOfOtherCpus) {
         }
       }
     }
-    cpu::set_prefetches(own);
   }
 }
 
@@ -349,16 +365,27 @@ DecodeCase of_long_rows(std::int64_t group, std::int64_t num_heads_k) {
   return c;
 }
 
+void expect_the_same_bits(const DecodeCase& c, int repeats) {
+  DecodeTensors tensors(DecodeTest::forced(c));
+  const Snapshot first = outputs(tensors);
+  for (const int threads : {1, 2, 3, 7, 0}) {
+    tensors.settings.threads = threads;
+    for (int i = 0; i < repeats; ++i) EXPECT_EQ(outputs(tensors), first) << threads << " threads";
+  }
+}
+
 TEST_P(DecodeContract, RepeatsAndThreadsGiveTheSameBits) {
   // Threads take some of the heads each, and numbers of them that fill no vector.
   for (const DecodeCase& c : {typical(), of_long_rows(1, 15), of_long_rows(2, 9), of_long_rows(3, 15),
-                              of_long_rows(5, 8), of_long_rows(8, 8)}) {
-    DecodeTensors tensors(forced(c));
-    const Snapshot first = outputs(tensors);
-    for (const int threads : {1, 2, 3, 7, 0}) {
-      tensors.settings.threads = threads;
-      for (int i = 0; i < 5; ++i) EXPECT_EQ(outputs(tensors), first) << threads << " threads";
-    }
+                              of_long_rows(5, 8), of_long_rows(8, 8)})
+    expect_the_same_bits(c, 5);
+}
+
+TEST_P(DecodeContract, ThreadsGiveTheSameBitsInTheWaysOfOtherCpus) {
+  for (const cpu::Prefetches way : ways_of_other_cpus()) {
+    const WayOfCpu set(way);
+    for (const DecodeCase& c : {of_long_rows(1, 15), of_long_rows(4, 1), of_long_rows(8, 2)})
+      expect_the_same_bits(c, 1);
   }
 }
 
