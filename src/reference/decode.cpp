@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <utility>
 
 #include "reference/numbers.h"
 
@@ -71,14 +73,14 @@ class Decoder {
       result.v_new.assign(rows * problem_.head_dim_v, 0.0);
     }
     for (Index b = 0; b < problem_.batch; ++b) {
-      const Index begin = cache.leftpad == nullptr ? 0 : cache.leftpad[b], before = cache.seqlens[b];
+      for (Index i = 0; i < new_keys(b); ++i) append(b, i, result);
+    }
+    for (Index b = 0; b < problem_.batch; ++b) {
+      const Index begin = cache.leftpad == nullptr ? 0 : cache.leftpad[b];
+      const Index end = cache.seqlens[b] + new_keys(b);
       cu_k_.push_back(static_cast<std::int32_t>(b * most_keys_));
-      lengths_.push_back(static_cast<std::int32_t>(before + new_keys(b) - begin));
-      for (Index s = begin; s < before; ++s) gather(b, s, s - begin);
-      for (Index j = 0; j < new_keys(b); ++j) {
-        append(b, j, before + j - begin, result);
-        if (appended_ == Appended::there) gather(b, before + j, before + j - begin);
-      }
+      lengths_.push_back(static_cast<std::int32_t>(end - begin));
+      for (Index s = begin; s < end; ++s) gather(b, s, s - begin, result);
       queries(b);
     }
     cu_k_.push_back(static_cast<std::int32_t>(problem_.batch * most_keys_));
@@ -107,19 +109,30 @@ class Decoder {
     return most;
   }
 
-  // Slot s of sequence b becomes its key j.
-  void gather(Index b, Index s, Index j) {
+  // Where slot s of sequence b lies: a row of a block of the cache.
+  using Place = std::pair<Index, Index>;
+  [[nodiscard]] Place place_of(Index b, Index s) const {
     const Cache& cache = problem_.cache;
-    Index block = b, row = s;
-    if (cache.page_table != nullptr) {
-      block = cache.page_table[b * cache.page_table_row + s / cache.page_size];
-      row = s % cache.page_size;
-    } else if (cache.batch_idx != nullptr) {
-      block = cache.batch_idx[b];
-    }
+    if (cache.page_table != nullptr)
+      return {cache.page_table[b * cache.page_table_row + s / cache.page_size], s % cache.page_size};
+    return {cache.batch_idx != nullptr ? cache.batch_idx[b] : b, s};
+  }
+
+  // Slot s of sequence b becomes its key j: what the cache holds there, or what the call appends, for this
+  // sequence or another.
+  void gather(Index b, Index s, Index j, const Decoded& result) {
+    const Cache& cache = problem_.cache;
+    const Place place = place_of(b, s);
+    const auto added = new_rows_.find(place);
+    const bool from_call = appended_ == Appended::not_yet && added != new_rows_.end();
+    const auto row_of = [&](const View& view, const std::vector<double>& numbers, Index h, Index width) {
+      if (!from_call) return read_row(view, place.first, place.second, h, width);
+      const auto first = numbers.begin() + (added->second * problem_.num_heads_k + h) * width;
+      return std::vector<double>(first, first + width);
+    };
     for (Index h = 0; h < problem_.num_heads_k; ++h) {
-      put(read_row(problem_.k, block, row, h, problem_.head_dim), k_.at(b, j, h), cache.k_scale.of(h));
-      put(read_row(problem_.v, block, row, h, problem_.head_dim_v), v_.at(b, j, h), cache.v_scale.of(h));
+      put(row_of(problem_.k, result.k_new, h, problem_.head_dim), k_.at(b, j, h), cache.k_scale.of(h));
+      put(row_of(problem_.v, result.v_new, h, problem_.head_dim_v), v_.at(b, j, h), cache.v_scale.of(h));
     }
   }
 
@@ -129,8 +142,10 @@ class Decoder {
     return row;
   }
 
-  void append(Index b, Index i, Index j, Decoded& result) {
+  void append(Index b, Index i, Decoded& result) {
     const Cache& cache = problem_.cache;
+    const Index row = (problem_.packed ? 0 : b * cache.rows_new) + new_begin(b) + i;
+    new_rows_[place_of(b, cache.seqlens[b] + i)] = row;
     for (Index h = 0; h < problem_.num_heads_k; ++h) {
       const float k_scale = cache.k_scale.of(h), v_scale = cache.v_scale.of(h);
       std::vector<double> k = read_row(cache.k_new, b, new_begin(b) + i, h, problem_.head_dim);
@@ -138,12 +153,9 @@ class Decoder {
       k = stored(k, k_scale);
       const std::vector<double> v =
           stored(read_row(cache.v_new, b, new_begin(b) + i, h, problem_.head_dim_v), v_scale);
-      put(k, k_.at(b, j, h), k_scale);
-      put(v, v_.at(b, j, h), v_scale);
-      const Index row =
-          ((problem_.packed ? 0 : b * cache.rows_new) + new_begin(b) + i) * problem_.num_heads_k + h;
-      std::copy(k.begin(), k.end(), result.k_new.begin() + row * problem_.head_dim);
-      std::copy(v.begin(), v.end(), result.v_new.begin() + row * problem_.head_dim_v);
+      const Index at = row * problem_.num_heads_k + h;
+      std::copy(k.begin(), k.end(), result.k_new.begin() + at * problem_.head_dim);
+      std::copy(v.begin(), v.end(), result.v_new.begin() + at * problem_.head_dim_v);
     }
   }
 
@@ -187,6 +199,7 @@ class Decoder {
   Appended appended_;
   Index most_keys_;
   Dense k_, v_, q_, rounded_q_;
+  std::map<Place, Index> new_rows_;  // of k_new, by where it is appended
   std::vector<std::int32_t> cu_k_, lengths_;
 };
 

@@ -72,6 +72,8 @@ TEST_P(Pages, AppendAtEveryBoundary) {
       c.head_dim_v = 24;
       c.dtype = c.o_dtype = DType::float16;
       expect_right(c, text_of("page", page) + text_of("new", count));
+      c.room = 0;  // the last key has the last slot
+      expect_right(c, text_of("page", page) + text_of("new", count) + "and no room behind them");
     }
   }
 }
@@ -116,6 +118,29 @@ TEST_P(Pages, BatchIndicesAndLeftPadding) {
   c.batch_idx.clear();
   c.alibi = true;
   expect_right(c, "padding");
+}
+
+// All begin with the first's pages, or have one row of the cache, and what is appended there all of them see.
+TEST_P(Pages, SharedPagesAndRowsWithAnAppend) {
+  DecodeCase c;
+  c.cache_seqlens = {70, 49, 90};
+  c.num_heads_q = 4;
+  c.num_heads_k = 2;
+  c.page_size = 16;
+  c.seqlen_q = c.seqlen_new = 2;
+  c.causal = true;
+  DecodeTensors paged(forced(c));
+  const std::int64_t columns = paged.page_table.tensor().shape[1];
+  for (const std::int64_t b : {1, 2}) {
+    for (std::int64_t i = 0; i < 3; ++i) paged.page_table.set(b * columns + i, paged.page_table.get(i));
+  }
+  paged.page_table.freeze();
+  EXPECT_EQ(judge(paged), "");
+
+  c.page_size = 0;
+  c.cache_seqlens = {20, 70, 50};
+  c.batch_idx = {1, 0, 1};  // the first's new keys are the last's slots 20 and 21
+  expect_right(c, "a row");
 }
 
 TEST_P(Pages, DuplicateBatchIndicesRead) {
@@ -306,38 +331,64 @@ TEST_P(DecodeOptions, AnyNumberOfSplits) {
   }
 }
 
+// A new request in the place of sequence b, on its pages in another order.
+void start_anew(DecodeTensors& tensors, std::int64_t b) {
+  tensors.settings.cache_seqlens[static_cast<std::size_t>(b)] = 0;
+  if (tensors.settings.page_size == 0) return;
+  const std::int64_t columns = tensors.page_table.tensor().shape[1];
+  std::int64_t used = 0;
+  while (used < columns && tensors.page_table.get(b * columns + used) >= 0) ++used;
+  for (std::int64_t i = 0; i < used / 2; ++i) {
+    const std::int64_t left = b * columns + i, right = b * columns + used - 1 - i;
+    const double page = tensors.page_table.get(left);
+    tensors.page_table.set(left, tensors.page_table.get(right));
+    tensors.page_table.set(right, page);
+  }
+  tensors.page_table.freeze();
+}
+
 // Token by token and in larger steps, sequences that come and go, on one cache: each step is judged
 // against the oracle on all that was appended until then.
+void expect_right_steps(DecodeCase c, const std::string& what) {
+  c.cache_seqlens = {0, 17, 5};
+  c.num_heads_q = 4;
+  c.num_heads_k = 2;
+  c.room = 90;
+  c.rotary_dim = 16;
+  c.seqlen_new = 1;
+  c = DecodeTest::forced(c);
+  std::mt19937_64 random(c.seed);
+  DecodeTensors tensors(c);
+  for (int step = 0; step < 12; ++step) {
+    // A step's tensors, over the cache of all steps.
+    DecodeCase now = tensors.settings;
+    now.seqlen_q = now.seqlen_new = static_cast<std::int64_t>(random() % 7) + 1;
+    now.seed = static_cast<std::uint64_t>(step) + 2;
+    DecodeTensors next(now);
+    next.k_cache = std::move(tensors.k_cache);
+    next.v_cache = std::move(tensors.v_cache);
+    if (c.page_size > 0) next.page_table = std::move(tensors.page_table);
+    ASSERT_EQ(judge(next), "") << what << text_of("step", step);
+    for (std::int32_t& length : next.settings.cache_seqlens)
+      length += static_cast<std::int32_t>(now.seqlen_new);
+    if (step == 6) start_anew(next, 1);
+    tensors = std::move(next);
+    tensors.set_lengths();
+  }
+}
+
 TEST_P(DecodeOptions, SequencesOfSteps) {
-  for (const std::int64_t page : {0, 3, 16}) {
-    DecodeCase c;
-    c.cache_seqlens = {0, 17, 5};
-    c.num_heads_q = 4;
-    c.num_heads_k = 2;
-    c.page_size = page;
-    c.room = 90;
-    c.rotary_dim = 16;
-    c.causal = true;
-    c.seqlen_new = 1;
-    c = forced(c);
-    std::mt19937_64 random(7);
-    std::normal_distribution<double> normal;
-    DecodeTensors tensors(c);
-    for (int step = 0; step < 12; ++step) {
-      // A step's tensors, over the cache of all steps.
-      DecodeCase now = tensors.settings;
-      now.seqlen_q = now.seqlen_new = static_cast<std::int64_t>(random() % 7) + 1;
-      now.seed = static_cast<std::uint64_t>(step) + 2;
-      DecodeTensors next(now);
-      next.k_cache = std::move(tensors.k_cache);
-      next.v_cache = std::move(tensors.v_cache);
-      if (page > 0) next.page_table = std::move(tensors.page_table);
-      ASSERT_EQ(judge(next), "") << text_of("page", page) << text_of("step", step);
-      for (std::int32_t& length : next.settings.cache_seqlens)
-        length += static_cast<std::int32_t>(now.seqlen_new);
-      if (step == 6) next.settings.cache_seqlens[1] = 0;  // a new request in its place
-      tensors = std::move(next);
-      tensors.set_lengths();
+  for (const std::int64_t page : {0, 1, 3, 16}) {
+    for (const int variant : {0, 1, 2}) {
+      DecodeCase c;
+      c.page_size = page;
+      c.causal = variant != 1;
+      if (variant == 1) c.window_left = 9;
+      if (variant == 1 && page == 0) c.batch_idx = {4, 0, 2};
+      if (variant == 2) c.cache_dtype = page == 3 ? DType::int8 : DType::float8_e4m3fn;
+      if (variant == 2) c.cache_scale = 0.03;
+      c.seed = static_cast<std::uint64_t>(7 + variant);
+      expect_right_steps(c, text_of("page", page) + text_of("variant", variant));
     }
   }
 }
