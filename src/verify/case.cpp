@@ -379,6 +379,7 @@ std::vector<NamedCase> fixed_cases() {
       "dropout_tenth: batch=2 num_heads_q=4 num_heads_k=2 seqlen_q=80 seqlen_k=90 dropout_p=0.1 seed=3 "
       "causal=1",
       "dropout_half_offset: seqlen_q=80 seqlen_k=90 dropout_p=0.5 offset=68719476735 dtype=bfloat16 dlse=1",
+      "dropout_rising: seqlen_q=200 seqlen_k=700 magnitude=20 dropout_p=0.2 dtype=bfloat16 causal=1",
       "dropout_all: seqlen_q=30 seqlen_k=30 dropout_p=1 dlse=1 bias=11qk dbias=1",
       "dropout_packed: packed=1 batch=4 seqlen_q=40 seqlen_k=60 dropout_p=0.3 num_heads_q=2 softcap=10",
 

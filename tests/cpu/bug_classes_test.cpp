@@ -74,6 +74,21 @@ TEST_P(BugClass, TileEdges) {
   }
 }
 
+// Of the large tiles, whose number of queries differs with the head dim.
+TEST_P(BugClass, LargeTileEdges) {
+  for (const int head_dim : {64, 128, 192, 256}) {
+    for (const int seqlen : {191, 193, 255, 257}) {
+      Case c = parsed("");
+      c.head_dim = c.head_dim_v = head_dim;
+      c.seqlen_q = seqlen;
+      c.seqlen_k = seqlen + (seqlen % 3) - 1;
+      c.causal = seqlen % 4 == 1;
+      c.dtype = DType::bfloat16;
+      expect_right(c);
+    }
+  }
+}
+
 long from_environment(const char* name, long otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : std::strtol(text, nullptr, 10);

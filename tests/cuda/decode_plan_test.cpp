@@ -1,6 +1,7 @@
 // How decode's work is cut for a GPU: pure functions, no GPU.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <set>
 #include <vector>
 
@@ -251,6 +252,19 @@ TEST(DecodePlan, LengthsAndPagesAreHeldToTheTensors) {
   EXPECT_EQ(params.sequence(2).seqlen_k, 100);
   EXPECT_EQ(params.slot(0, 5).block, 0);
   EXPECT_EQ(params.slot(1, 5).block, 2);
+
+  const std::vector<std::int32_t> table = {4, -7, 5, 1 << 30, 2, 3};  // of two pages each
+  p.cache.page_table = table.data();
+  p.cache.page_table_row = 2;
+  p.cache.page_size = 16;
+  p.cache.blocks = 5;
+  const DecodeParams paged = decode_params(hopper, decode_config(hopper, p, false), p, attention);
+  for (const auto& [b, s, block] : {std::array{0, 15, 4}, {0, 16, 0}, {1, 0, 4}, {1, 31, 4}, {2, 17, 3}}) {
+    for (const bool early : {false, true}) {
+      EXPECT_EQ(paged.slot(b, s, early).block, block) << b << ", " << s;
+      EXPECT_EQ(paged.slot(b, s, early).slot, s % 16) << b << ", " << s;
+    }
+  }
 }
 
 // As many bytes under way; whole pieces are 16 numbers; no tile of bytes is 96 wide; q may lie anywhere.

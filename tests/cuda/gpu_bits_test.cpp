@@ -38,11 +38,17 @@ TEST_P(GpuBits, EveryHeadDimGivesTheSameBits) {
   const std::string unseen =
       "batch=4 seqlen_q=700 seqlen_k=1500 num_heads_q=8 num_heads_k=8 causal=1 alignment=top_left packed=1 "
       "seqused_q=1 seqused_k=1 ";
-  const std::vector<std::string> cases = {
-      sizes + "head_dim=64 head_dim_v=64",           sizes + "head_dim=64 head_dim_v=64 softcap=15",
-      sizes + "head_dim=96 head_dim_v=96",           sizes + "head_dim=128 head_dim_v=128",
-      sizes + "head_dim=128 head_dim_v=128 alibi=1", sizes + "head_dim=192 head_dim_v=128",
-      sizes + "head_dim=256 head_dim_v=256",         unseen + "head_dim=64 head_dim_v=64"};
+  const std::vector<std::string> cases = {sizes + "head_dim=64 head_dim_v=64",
+                                          sizes + "head_dim=64 head_dim_v=64 softcap=15",
+                                          sizes + "head_dim=96 head_dim_v=96",
+                                          sizes + "head_dim=128 head_dim_v=128",
+                                          sizes + "head_dim=128 head_dim_v=128 alibi=1",
+                                          sizes + "head_dim=192 head_dim_v=128",
+                                          sizes + "head_dim=256 head_dim_v=256",
+                                          unseen + "head_dim=64 head_dim_v=64",
+                                          sizes + "head_dim=128 head_dim_v=128 window_left=100",
+                                          sizes + "head_dim=128 head_dim_v=128 softcap=30",
+                                          sizes + "head_dim=64 head_dim_v=64 softcap=50 window_left=300"};
   for (const std::string& text : cases) {
     SCOPED_TRACE(text);
     expect_same_bits(forced(text + " deterministic=1 dtype=bfloat16 o_dtype=bfloat16 grad_dtype=bfloat16"),

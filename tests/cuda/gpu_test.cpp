@@ -102,6 +102,22 @@ TEST_P(Gpu, SpoiledKeysReachThoseWhoSeeThem) {
   }
 }
 
+// ---- The order of tiles.
+
+// Tiles that see less than the others of a window are taken apart, heads of several sequences side by side.
+TEST_P(Gpu, WindowsOfManyTiles) {
+  for (const char* sizes : {"batch=2 num_heads_q=16 num_heads_k=2", "batch=8 num_heads_q=1 num_heads_k=1",
+                            "num_heads_q=11 num_heads_k=11"}) {
+    Tensors tensors(
+        forced(std::string(sizes) +
+               " seqlen_q=1100 seqlen_k=1100 head_dim=64 head_dim_v=64 causal=1 window_left=100"));
+    const Resident device(tensors);
+    device.run();
+    device.download(tensors, nullptr);
+    expect_right(tensors);
+  }
+}
+
 // ---- Streams, threads, contexts.
 
 // The stream is busy when the call comes: whatever were put on another stream would come too early, and meet
@@ -541,7 +557,10 @@ TEST_P(Sanitizer, Plain) {
   for (const char* line :
        {"batch=2 seqlen_q=130 seqlen_k=130 num_heads_q=2 num_heads_k=1 head_dim=64 head_dim_v=64 causal=1",
         "seqlen_q=70 seqlen_k=200 num_heads_q=2 num_heads_k=2 head_dim=128 head_dim_v=128 deterministic=1",
-        "seqlen_q=65 seqlen_k=66 head_dim=256 head_dim_v=256 seed=1"})
+        "seqlen_q=65 seqlen_k=66 head_dim=256 head_dim_v=256 seed=1",
+        "batch=2 seqlen_q=700 seqlen_k=700 num_heads_q=2 num_heads_k=1 head_dim=64 head_dim_v=64 causal=1 "
+        "window_left=100",
+        "batch=2 seqlen_q=500 seqlen_k=300 head_dim=128 head_dim_v=128 softcap=30 alignment=top_left"})
     expect_right_exactly(Tensors(forced(line)), expect_right);
 }
 

@@ -304,13 +304,14 @@ TEST(Plan, HoppersForwardDealsOutEveryTile) {
   for (const int multiprocessors : {1, 3, 7, 132}) {
     const DeviceLimits limits{90, 227 << 10, multiprocessors};
     for (const std::int64_t seqlen : {1, 128, 129, 640, 1000, 4096}) {
-      for (const int batch : {1, 3, 30}) {
+      for (const auto& [batch, heads] : {std::pair(1, 5), {3, 5}, {30, 5}, {1, 8}, {1, 11}, {2, 8}, {8, 1}}) {
         for (const Window window : windows) {
           for (const bool packed : {false, true}) {
             SCOPED_TRACE(std::to_string(multiprocessors) + " multiprocessors, " + std::to_string(batch) +
-                         " x " + std::to_string(seqlen) + ", window " + std::to_string(window.left) + ", " +
-                         std::to_string(window.right) + (packed ? ", packed" : ""));
-            Problem p = problem_of(batch, seqlen, 5, 128);
+                         " x " + std::to_string(seqlen) + " x " + std::to_string(heads) + ", window " +
+                         std::to_string(window.left) + ", " + std::to_string(window.right) +
+                         (packed ? ", packed" : ""));
+            Problem p = problem_of(batch, seqlen, heads, 128);
             p.max_seqlen_q = p.max_seqlen_k = seqlen;
             p.packed = packed;
             p.window_left = window.left;
