@@ -10,7 +10,7 @@
 namespace tessera::cuda {
 namespace {
 
-constexpr DeviceLimits hopper{90, 227 << 10, 132};
+constexpr DeviceLimits hopper{90, 227 << 10, 132}, ada{89, 99 << 10, 128};
 
 Problem problem_of(std::int64_t batch, std::int64_t heads_q, std::int64_t heads_k, std::int64_t seqlen_q,
                    std::int64_t room) {
@@ -108,27 +108,28 @@ TEST(DecodePlan, ALargeBatchHasFewBlocksOfASequence) {
 }
 
 // Nor on how many queries others of a packed batch have, though the tiles do.
-TEST(DecodePlan, ASequenceOfAPackedBatchIsCutAsAlone) {
+void expect_cut_as_alone(const DeviceLimits& limits, bool clusters) {
   for (const auto& [head_dim, head_dim_v] :
        {std::pair(64, 64), {96, 96}, {128, 128}, {192, 192}, {256, 256}, {192, 64}, {64, 192}}) {
     for (const DType stored : {DType::bfloat16, DType::float8_e4m3fn}) {
       for (const std::int64_t group : {1, 3, 4, 8, 16, 20}) {
         for (const int queries : {1, 2, 8, 17, 100, 300}) {
-          Problem p = problem_of(1, 8 * group, 8, queries, 8192);
+          Problem p = problem_of(1, 8 * group, 8, queries, clusters ? 2048 : 8192);
           p.head_dim = head_dim;
           p.head_dim_v = head_dim_v;
           p.k.dtype = p.v.dtype = stored;
-          const DecodeConfig config = decode_config(hopper, p, false);
-          const DecodeParams alone = decode_params(hopper, config, p, {});
+          const DecodeConfig config = decode_config(limits, p, clusters);
+          const DecodeParams alone = decode_params(limits, config, p, {});
           p.packed = true;
           p.batch = 5;
           for (const std::int64_t longest : {0, 10, 1000}) {
             p.rows_q = p.batch * (queries + longest);
             p.max_seqlen_q = queries + longest;
-            const DecodeConfig beside = decode_config(hopper, p, false);
-            const DecodeParams among = decode_params(hopper, beside, p, {});
+            const DecodeConfig beside = decode_config(limits, p, clusters);
+            const DecodeParams among = decode_params(limits, beside, p, {});
             ASSERT_EQ(beside.keys, config.keys) << head_dim << " group " << group << " of " << queries;
             for (const int keys : {1, 33, 64, 100, 1000, 2048, 5000, 8192}) {
+              if (keys > p.max_seqlen_k) break;
               const DecodeSplits splits = among.splits(queries, keys);
               ASSERT_EQ(splits.keys, alone.splits(queries, keys).keys)
                   << head_dim << " group " << group << " of " << queries << " beside " << longest;
@@ -140,6 +141,12 @@ TEST(DecodePlan, ASequenceOfAPackedBatchIsCutAsAlone) {
       }
     }
   }
+}
+
+TEST(DecodePlan, ASequenceOfAPackedBatchIsCutAsAlone) {
+  expect_cut_as_alone(hopper, false);
+  expect_cut_as_alone(hopper, true);
+  expect_cut_as_alone(ada, false);
 }
 
 // Whatever the lengths, the workspace has room for the rows of every split.

@@ -225,6 +225,52 @@ TEST_P(GpuDecode, ALargeBatchHasTheBitsOfEachSequenceAlone) {
   }
 }
 
+// The sequence's rows of a packed tensor as a batch of one; queries: which dimension they are.
+Tensor rows_alone(const Tensor& packed, int queries, std::int64_t first, std::int64_t rows) {
+  const Tensor part = slice(packed, queries, first, rows);
+  Tensor one = part;
+  one.rank = part.rank + 1;
+  one.shape[0] = one.stride[0] = 1;
+  std::copy_n(part.shape.begin(), part.rank, one.shape.begin() + 1);
+  std::copy_n(part.stride.begin(), part.rank, one.stride.begin() + 1);
+  return one;
+}
+
+// Alone the blocks of a short sequence are a cluster where there are any; beside a prompt no warp joins
+// parts.
+TEST_P(GpuDecode, APackedBatchHasTheBitsOfEachSequenceAlone) {
+  for (const std::int64_t head_dim : {64, 128}) {
+    DecodeCase c = decode_case(GetParam().name);
+    c.cache_seqlens = {2000, 100, 1300, 700, 33};
+    c.lengths_q = {1, 60, 2, 1, 1};
+    c.head_dim = c.head_dim_v = head_dim;
+    c.causal = true;
+    DecodeTensors tensors(c);
+    const Stream stream;
+    const ResidentDecode device(tensors, stream.get());
+    expect_ok(decode(device.call));
+    device.download(tensors);
+    const AlignedBytes o = tensors.o.bytes(), lse = tensors.lse.bytes();
+    tensors.o.poison();
+    tensors.lse.poison();
+    device.upload(tensors);
+    std::int64_t first = 0;
+    for (std::size_t b = 0; b < c.lengths_q.size(); first += c.lengths_q[b++]) {
+      Decode one = device.call;
+      one.options.cu_seqlens_q = {};
+      one.q = rows_alone(one.q, 0, first, c.lengths_q[b]);
+      one.o = rows_alone(one.o, 0, first, c.lengths_q[b]);
+      one.lse = rows_alone(one.lse, 1, first, c.lengths_q[b]);
+      for (Tensor* tensor : {&one.k_cache, &one.v_cache, &one.cache_seqlens})
+        *tensor = slice(*tensor, 0, static_cast<std::int64_t>(b), 1);
+      expect_ok(decode(one));
+    }
+    device.download(tensors);
+    EXPECT_EQ(tensors.o.bytes(), o) << head_dim;
+    EXPECT_EQ(tensors.lse.bytes(), lse) << head_dim;
+  }
+}
+
 TEST_P(DecodeSanitizer, ContiguousAndPaged) {
   DecodeCase c = decode_case(GetParam().name);
   for (const std::int64_t page : {0, 3}) {

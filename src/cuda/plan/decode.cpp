@@ -48,8 +48,8 @@ DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem) {
   const std::int64_t given = std::min<std::int64_t>(problem.cache.num_splits, DecodeParams::most_blocks);
   const std::int64_t automatic = std::clamp(
       parts_of_all_heads / std::max<std::int64_t>(problem.num_heads_k, 1), fewest_parts, most_parts);
-  // Parts that no warp joins are larger: where none would alone, for in a packed batch others may make the
-  // tiles larger.
+  // Parts that no warp joins are larger: by the sequence's own rows, for in a packed batch others may make
+  // its tiles larger.
   const auto rule = [&](std::int64_t fewest) {
     return Splits::Rule{config.keys, std::max<std::int64_t>(fewest, config.keys), automatic};
   };
