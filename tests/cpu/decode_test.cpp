@@ -1,6 +1,7 @@
 // Decode against the oracle: pages of every size, append at every boundary, all options, and the contract:
 // the same bits whatever the batch, the threads and the pages.
 #include <cmath>
+#include <cstring>
 #include <random>
 
 #include "cpu/decode_kernel_test.h"
@@ -495,11 +496,14 @@ TEST_P(DecodeContract, AQueryThatIsNoNumberStaysInItsRow) {
 void copy_keys(const DecodeTensors& from, std::int64_t b, DecodeTensors& to) {
   const DecodeCase& c = from.settings;
   const std::int64_t row = c.num_heads_k * c.head_dim;
+  const auto copy_row = [&](const Buffer& cache, std::int64_t place, const Buffer& other,
+                            std::int64_t there) {
+    std::memcpy(element_of(other.tensor(), there * row), element_of(cache.tensor(), place * row),
+                static_cast<std::size_t>(row * size_of(cache.dtype())));
+  };
   for (std::int64_t s = 0; s < c.cache_seqlens[static_cast<std::size_t>(b)]; ++s) {
-    for (std::int64_t i = 0; i < row; ++i) {
-      to.k_cache.set(to.row_of(0, s) * row + i, from.k_cache.get(from.row_of(b, s) * row + i));
-      to.v_cache.set(to.row_of(0, s) * row + i, from.v_cache.get(from.row_of(b, s) * row + i));
-    }
+    copy_row(from.k_cache, from.row_of(b, s), to.k_cache, to.row_of(0, s));
+    copy_row(from.v_cache, from.row_of(b, s), to.v_cache, to.row_of(0, s));
   }
 }
 
