@@ -199,7 +199,7 @@ class Server {
     call_.options.causal = true;
     call_.options.kernel = flags.kernel;
     call_.options.num_threads = flags.threads;
-    // What the workspace is sized by: constant, so that it grows with the batch alone.
+    // What the workspace is sized by: constant, so that it goes by the batch and its prompts alone.
     call_.options.max_seqlen_k = flags.prompt + flags.generate - 1;
   }
 

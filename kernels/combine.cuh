@@ -14,22 +14,19 @@ __device__ void combine(const DecodeParams& params) {
   // The main kernel had waited for the lengths before it let this one begin.
   const AttentionParams& a = params.attention;
   const unsigned number = ptx::block_index() * (threads / 32) + threadIdx.x / 32;
-  const unsigned tile_number = number / params.partial_rows,
-                 sequence_tile = params.head_tiles_k.quotient(tile_number);
+  const unsigned place = number / params.partial_rows;
   const int r = number % params.partial_rows;
-  const int b = min(static_cast<int>(params.split_tiles.quotient(sequence_tile)), a.batch);
-  const tile::DecodeTile tile(params, b, params.split_tiles.remainder(sequence_tile),
-                              params.head_tiles_k.remainder(tile_number));
+  const tile::DecodeTile tile(params, params.partial_tile(place));
   const auto [query, h, there] = tile.row(params, r);
   const int seqlen_q = tile.sequence.seqlen_q;
   const int seen = static_cast<int>(params.mask(tile.sequence).keys_of_any({0, seqlen_q}).size());
   const int count = params.blocks_of(params.splits(seqlen_q, seen)).count;
   ptx::wait_for_earlier();  // all threads, or this kernel could end before the main one
-  if (b == a.batch || !there || count == 1) return;  // 1: its block has written o
+  if (tile.b == a.batch || !there || count == 1) return;  // 1: its block has written o
   constexpr int parts = 16, levels = 3;  // parts at a time; DecodeParams::most_blocks = parts << levels
   static_assert(parts << levels == DecodeParams::most_blocks);
   const int lane = threadIdx.x % 32;
-  const long long first_row = tile.partial_row(params, 0) + r;
+  const long long first_row = params.partial_row(place, 0) + r;
   const auto row_of = [&](int split) { return first_row + 1LL * split * params.partial_rows; };
   for (int col = lane * 4; col < a.head_dim_v; col += 128) {
     float4 o, waiting[levels];
@@ -62,7 +59,7 @@ __device__ void combine(const DecodeParams& params) {
     }
     tile::RowEnd end = tile::end_row<type>(a, h, state);
     end.factor *= params.v_scale.of(tile.head_k) * ptx::byte_unit(params.stored);
-    tile::store_row<type>(a, b, tile.sequence.q_begin + query, h, col, o, end);
+    tile::store_row<type>(a, tile.b, tile.sequence.q_begin + query, h, col, o, end);
   }
 }
 

@@ -442,7 +442,7 @@ __device__ __forceinline__ void decode_tile(const DecodeParams& params, const De
         o, warps, [&](int w) { return shared.state[w][r]; },
         [&](int w) { return *reinterpret_cast<const float4*>(&shared.o[w][r][col]); });
   };
-  const int fours = params.partial_rows * row_fours;
+  const int fours = tile.queries * params.heads * row_fours;
 
   // Four columns of a row of the tile: joined(o, row, column) makes them of all splits.
   const auto finish = [&](int i, auto&& joined) {
@@ -461,7 +461,8 @@ __device__ __forceinline__ void decode_tile(const DecodeParams& params, const De
     return;
   }
   if constexpr (C.cluster == 1) {
-    const long long first_row = tile.partial_row(params, split);
+    const unsigned number = params.most_splits.quotient(ptx::block_index());
+    const long long first_row = params.partial_row(params.partial_number(tile, number), split);
 #pragma unroll 1
     for (int i = threadIdx.x; i < fours; i += threads) {
       const int r = i / row_fours, col = i % row_fours * 4;

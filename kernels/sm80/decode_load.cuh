@@ -140,7 +140,7 @@ struct DecodeWork {
   int row;              // of the cache, unless that is paged
 
   __device__ __forceinline__ explicit DecodeWork(const DecodeParams& params)
-      : tile(tile::find_decode_tile(params, params.most_splits.quotient(ptx::block_index()))),
+      : tile(tile::tile_of_block(params)),
         split(params.most_splits.remainder(ptx::block_index())),
         mask(params.mask(tile.sequence)),
         seen(mask.keys_of_any({0, tile.sequence.seqlen_q})),

@@ -109,14 +109,13 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, int b, 
 }
 
 // Which queries and heads a tile of decode has.
-struct DecodeTile {
-  int b, index;              // the index-th tile of the sequence
+struct DecodeTile : DecodeTileIndex {
   int first_query, queries;  // of the sequence; none: the tile does not exist
-  int head_tile, head_k, first_head, heads;
+  int head_k, first_head, heads;
   DecodeSequence sequence;
 
-  __device__ __forceinline__ DecodeTile(const DecodeParams& params, int batch_index, int tile_index, int head)
-      : b(batch_index), index(tile_index), head_tile(head), sequence(params.sequence(batch_index)) {
+  __device__ __forceinline__ DecodeTile(const DecodeParams& params, const DecodeTileIndex& tile)
+      : DecodeTileIndex(tile), sequence(params.sequence(tile.b)) {
     first_query = index * params.queries;
     queries = index < 0 ? 0 : max(0, min(sequence.allocated_q - first_query, params.queries));
     head_k = params.head_tiles.quotient(head_tile);
@@ -134,24 +133,13 @@ struct DecodeTile {
     const int query = params.tile_heads.quotient(r), head = params.tile_heads.remainder(r);
     return {first_query + query, first_head + head, query < queries && head < heads};
   }
-  // Where split `split` of the tile begins in the workspace, in rows.
-  [[nodiscard]] __device__ __forceinline__ long long partial_row(const DecodeParams& params,
-                                                                 int split) const {
-    const long long tile =
-        (1LL * b * params.split_tiles.divisor + index) * params.head_tiles_k.divisor + head_tile;
-    return (tile * params.most_splits.divisor + split) * params.partial_rows;
-  }
 };
-[[nodiscard]] __device__ __forceinline__ DecodeTile find_decode_tile(const DecodeParams& params,
-                                                                     unsigned number) {
-  const AttentionParams& a = params.attention;
-  const int head_tile = params.head_tiles_k.remainder(number);
-  const unsigned row_tile = params.head_tiles_k.quotient(number);
-  if (!a.packed())
-    return {params, static_cast<int>(params.tiles.quotient(row_tile)),
-            static_cast<int>(params.tiles.remainder(row_tile)), head_tile};
-  const auto [b, index] = find_tile(a.cu_seqlens_q, a.batch, a.rows_q, params.queries, row_tile);
-  return {params, b, index, head_tile};
+
+// The tile of this block. Written twice, so that a packed batch's way is apart: as one they spill.
+[[nodiscard]] __device__ __forceinline__ DecodeTile tile_of_block(const DecodeParams& params) {
+  const unsigned number = params.most_splits.quotient(ptx::block_index());
+  if (!params.attention.packed()) return {params, params.tile(number)};
+  return {params, params.tile(number)};
 }
 
 // Number c of a row of `data` that begins at `row`, turned by the angles of a position: its first rotary_dim

@@ -41,6 +41,12 @@ struct DecodeBlocks {
   int parts, count;
 };
 
+// The index-th queries of a sequence (a packed one's may lie behind its rows, or before), by some of the
+// heads that share a key head.
+struct DecodeTileIndex {
+  int b, index, head_tile;
+};
+
 // Work is cut into tiles of `queries` queries by `heads` of the query heads that share a key head, and those
 // by parts of the keys: block (tile * head_tiles_k + head tile) * most_splits + split.
 struct DecodeParams {
@@ -80,6 +86,7 @@ struct DecodeParams {
   // The workspace, of sequences of several splits: split s of row r of a tile is row
   // (partial tile * most_splits + s) * partial_rows + r. state: reference and sum.
   Divisor split_tiles;  // of a sequence of split_queries
+  bool partial_as_all;  // each tile has a place: a packed batch's that are fewer than those
   int partial_rows, partial_cols;
   float *o_partial, *state_partial;
 
@@ -135,6 +142,32 @@ struct DecodeParams {
       count = (count + 1) / 2;
     }
     return {of_warp, count};
+  }
+  // The tile of a block, and that of a place in the workspace. number: row tile * head_tiles_k + head tile.
+  [[nodiscard]] TESSERA_HD DecodeTileIndex tile(unsigned number) const {
+    const auto head_tile = static_cast<int>(head_tiles_k.remainder(number));
+    const unsigned row_tile = head_tiles_k.quotient(number);
+    const AttentionParams& a = attention;
+    if (!a.packed())
+      return {static_cast<int>(tiles.quotient(row_tile)), static_cast<int>(tiles.remainder(row_tile)),
+              head_tile};
+    const TileIndex found = find_tile(a.cu_seqlens_q, a.batch, a.rows_q, queries, row_tile);
+    return {found.b, found.tile, head_tile};
+  }
+  [[nodiscard]] TESSERA_HD DecodeTileIndex partial_tile(unsigned number) const {
+    if (partial_as_all) return tile(number);
+    const unsigned row_tile = head_tiles_k.quotient(number);
+    return {AttentionParams::clamp(static_cast<int>(split_tiles.quotient(row_tile)), 0, attention.batch),
+            static_cast<int>(split_tiles.remainder(row_tile)),
+            static_cast<int>(head_tiles_k.remainder(number))};
+  }
+  // The place of `tile`, which is tile `number`.
+  [[nodiscard]] TESSERA_HD long long partial_number(const DecodeTileIndex& tile, unsigned number) const {
+    if (partial_as_all) return number;
+    return (1LL * tile.b * split_tiles.divisor + tile.index) * head_tiles_k.divisor + tile.head_tile;
+  }
+  [[nodiscard]] TESSERA_HD long long partial_row(long long place, int split) const {
+    return (place * most_splits.divisor + split) * partial_rows;
   }
   // Where a slot of a sequence lies: k.batch * block + k.seq * slot.
   struct Slot {

@@ -1,7 +1,9 @@
 // How decode's work is cut for a GPU: pure functions, no GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <limits>
 #include <set>
 #include <vector>
 
@@ -160,7 +162,7 @@ TEST(DecodePlan, TheWorkspaceHasRoomForEverySplit) {
         const DecodeConfig config = decode_config(hopper, p, false);
         const DecodeCut cut = decode_cut(config, p);
         const DecodeWorkspace w = decode_workspace(config, p);
-        const std::int64_t tiles = 3 * cut.split_tiles * cut.head_tiles_k;
+        const std::int64_t tiles = std::min(3 * cut.split_tiles, cut.all_tiles) * cut.head_tiles_k;
         const std::int64_t rows = cut.most_splits == 1 ? 0 : tiles * cut.most_splits * cut.partial_rows();
         EXPECT_GE(w.state, rows * 128 * 4);
         EXPECT_GE(w.end - w.state, rows * 8);
@@ -170,6 +172,118 @@ TEST(DecodePlan, TheWorkspaceHasRoomForEverySplit) {
       }
     }
   }
+}
+
+// Every tile of a sequence that may be split has a place of its own there, and combine finds it by its place.
+TEST(DecodePlan, TilesHaveTheirPlacesInTheWorkspace) {
+  std::set<bool> ways;
+  for (const bool packed : {false, true}) {
+    for (const std::vector<int>& lengths : {std::vector<int>{1},
+                                            {1, 1, 1, 1},
+                                            {0, 0},
+                                            {3, 0, 256, 1, 1, 64, 65, 0},
+                                            {2000, 1, 1},
+                                            {8, 8, 8, 8, 8}}) {
+      for (const std::int64_t given : {0, 3}) {
+        for (const std::int64_t behind : {0, 5}) {  // rows of no sequence
+          std::vector<std::int32_t> cu = {0};
+          for (const int length : lengths) cu.push_back(cu.back() + length);
+          const auto batch = static_cast<std::int64_t>(lengths.size());
+          const int longest = *std::max_element(lengths.begin(), lengths.end());
+          Problem p = problem_of(batch, 10, 2, longest, 10000);
+          p.cache.num_splits = given;
+          p.packed = packed;
+          if (packed) p.rows_q = cu.back() + behind;
+          AttentionParams attention{};
+          attention.batch = static_cast<int>(batch);
+          attention.rows_q = static_cast<int>(p.rows_q);
+          attention.cu_seqlens_q = packed ? cu.data() : nullptr;
+          const DecodeConfig config = decode_config(hopper, p, false);
+          const DecodeCut cut = decode_cut(config, p);
+          const DecodeParams params = decode_params(hopper, config, p, attention);
+          if (cut.most_splits == 1) continue;
+          ways.insert(cut.partial_as_all);
+          EXPECT_LE(cut.partial_tiles, cut.all_tiles);
+          std::set<long long> places;
+          std::int64_t expected = 0;
+          for (unsigned number = 0; number < cut.all_tiles * cut.head_tiles_k; ++number) {
+            const DecodeTileIndex tile = params.tile(number);
+            if (tile.b == batch) continue;
+            const int rows = packed ? lengths[static_cast<std::size_t>(tile.b)] : longest;
+            if (rows > cut.split_queries || tile.index < 0 || tile.index * cut.queries >= rows) continue;
+            const long long place = params.partial_number(tile, number);
+            ASSERT_GE(place, 0);
+            ASSERT_LT(place, cut.partial_places());
+            ASSERT_TRUE(places.insert(place).second);
+            const DecodeTileIndex found = params.partial_tile(static_cast<unsigned>(place));
+            ASSERT_EQ(found.b, tile.b);
+            ASSERT_EQ(found.index, tile.index);
+            ASSERT_EQ(found.head_tile, tile.head_tile);
+          }
+          for (const int length : lengths) {
+            const int rows = packed ? length : longest;
+            if (rows <= cut.split_queries)
+              expected += (rows + cut.queries - 1) / cut.queries * cut.head_tiles_k;
+          }
+          EXPECT_EQ(static_cast<std::int64_t>(places.size()), expected);
+          // A warp of combine that has no place finds no sequence either.
+          for (unsigned more = 0; more < 4 && cut.partial_places() > 0; ++more) {
+            const auto place = static_cast<unsigned>(cut.partial_places()) + more;
+            EXPECT_EQ(params.partial_tile(place).b, batch);
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(ways.size(), 2);
+}
+
+// Whatever the device's lengths say: no place is behind the end, and none is two tiles'.
+TEST(DecodePlan, PlacesStayInTheWorkspaceWhateverTheLengths) {
+  constexpr std::int32_t most = std::numeric_limits<std::int32_t>::max();
+  for (const std::vector<std::int32_t>& cu :
+       {std::vector<std::int32_t>{5, -7, most, 3, 0}, {300, 200, 100, 50, 0}, {-most, 0, 0, most, most}}) {
+    for (const int longest : {8, 256}) {
+      Problem p = problem_of(4, 8, 2, longest, 10000);
+      p.packed = true;
+      p.rows_q = 260;
+      AttentionParams attention{};
+      attention.batch = 4;
+      attention.rows_q = 260;
+      attention.cu_seqlens_q = cu.data();
+      const DecodeConfig config = decode_config(hopper, p, false);
+      const DecodeCut cut = decode_cut(config, p);
+      const DecodeParams params = decode_params(hopper, config, p, attention);
+      EXPECT_EQ(cut.partial_as_all, longest == 256);
+      std::set<long long> places;
+      for (unsigned number = 0; number < cut.all_tiles * cut.head_tiles_k; ++number) {
+        const DecodeTileIndex tile = params.tile(number);
+        ASSERT_GE(tile.b, 0);
+        ASSERT_LE(tile.b, 4);
+        if (tile.b == 4 || tile.index < 0) continue;
+        // What decides whether it writes there is the sequence's length.
+        const int queries = AttentionParams::clamp(cu[static_cast<std::size_t>(tile.b) + 1], 0, 260) -
+                            AttentionParams::clamp(cu[static_cast<std::size_t>(tile.b)], 0, 260);
+        if (queries > cut.split_queries || tile.index * cut.queries >= queries) continue;
+        const long long place = params.partial_number(tile, number);
+        ASSERT_GE(place, 0);
+        ASSERT_LT(place, cut.partial_places());
+        ASSERT_TRUE(places.insert(place).second);
+      }
+    }
+  }
+}
+
+// A prompt's tiles do not multiply the room of all that stand beside it.
+TEST(DecodePlan, SingleTokensBesideAPromptNeedLittleWorkspace) {
+  Problem p = problem_of(128, 32, 8, 1, 2048);
+  p.packed = true;
+  p.rows_q = 128;
+  const auto bytes = [&] { return decode_workspace(decode_config(hopper, p, false), p).end; };
+  const std::int64_t alone = bytes();
+  p.max_seqlen_q = 256;
+  p.rows_q = 127 + 256;
+  EXPECT_LT(bytes(), 400 << 20) << alone;
 }
 
 TEST(DecodePlan, ClustersForAFewShortSequences) {

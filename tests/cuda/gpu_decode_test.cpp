@@ -254,6 +254,7 @@ TEST_P(GpuDecode, APackedBatchHasTheBitsOfEachSequenceAlone) {
     tensors.o.poison();
     tensors.lse.poison();
     device.upload(tensors);
+    std::vector<DeviceMemory> workspaces;
     std::int64_t first = 0;
     for (std::size_t b = 0; b < c.lengths_q.size(); first += c.lengths_q[b++]) {
       Decode one = device.call;
@@ -263,11 +264,26 @@ TEST_P(GpuDecode, APackedBatchHasTheBitsOfEachSequenceAlone) {
       one.lse = rows_alone(one.lse, 1, first, c.lengths_q[b]);
       for (Tensor* tensor : {&one.k_cache, &one.v_cache, &one.cache_seqlens})
         *tensor = slice(*tensor, 0, static_cast<std::int64_t>(b), 1);
+      workspaces.emplace_back(workspace_size(one).or_throw());  // alone it may be more than of all together
+      one.workspace = {workspaces.back().data(), workspaces.back().bytes()};
+      if (one.workspace.bytes != 0)
+        expect_ok(cuda::fill(one.workspace.data, 0xFF, one.workspace.bytes, stream.get()));
       expect_ok(decode(one));
     }
     device.download(tensors);
     EXPECT_EQ(tensors.o.bytes(), o) << head_dim;
     EXPECT_EQ(tensors.lse.bytes(), lse) << head_dim;
+  }
+}
+
+// In a tile of two queries.
+TEST_P(GpuDecode, SequencesOfAFewQueriesInAPackedBatch) {
+  for (const std::int32_t keys : {150, 1500}) {  // of a cluster, if there are any
+    DecodeCase c = decode_case(GetParam().name);
+    c.cache_seqlens = {keys, keys / 2, 0, keys - 3};
+    c.lengths_q = {1, 2, 1, 0};
+    c.head_dim = c.head_dim_v = 128;
+    EXPECT_EQ(judge(c), "") << keys;
   }
 }
 
@@ -278,6 +294,12 @@ TEST_P(DecodeSanitizer, ContiguousAndPaged) {
     c.seqlen_new = page;
     EXPECT_EQ(judge(c), "") << page;
   }
+}
+
+TEST_P(DecodeSanitizer, SingleTokensBesideAPrompt) {
+  DecodeCase c = decode_case(GetParam().name);
+  c.lengths_q = {1, 60, 0, 1};
+  EXPECT_EQ(judge(c), "");
 }
 
 }  // namespace

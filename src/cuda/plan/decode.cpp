@@ -73,13 +73,15 @@ DecodeCut decode_cut(const DecodeConfig& config, const Problem& problem) {
     }
   }
   cut.split_tiles = ceil_div(cut.split_queries, cut.queries);
+  cut.partial_as_all = problem.packed && cut.all_tiles < problem.batch * cut.split_tiles;
+  cut.partial_tiles = std::min(cut.all_tiles, problem.batch * cut.split_tiles);
   return cut;
 }
 
 DecodeWorkspace decode_workspace(const DecodeConfig& config, const Problem& problem) {
   if (config.cluster > 1) return {};
   const DecodeCut cut = decode_cut(config, problem);
-  const std::int64_t rows = cut.partial_tiles(problem.batch) * cut.most_splits * cut.partial_rows();
+  const std::int64_t rows = cut.partial_places() * cut.most_splits * cut.partial_rows();
   const auto padded = [](std::int64_t bytes) { return ceil_div(bytes, workspace_step) * workspace_step; };
   DecodeWorkspace w;
   w.state = padded(rows * config.head_dim_v * 4);
@@ -164,6 +166,7 @@ DecodeParams decode_params(const DeviceLimits& limits, const DecodeConfig& confi
   p.split_queries = static_cast<int>(cut.split_queries);
   p.most_splits = divisor(cut.most_splits);
   p.split_tiles = divisor(cut.split_tiles);
+  p.partial_as_all = cut.partial_as_all;
   p.partial_rows = static_cast<int>(cut.partial_rows());
   p.partial_cols = config.head_dim_v;
   return p;
@@ -180,7 +183,7 @@ std::int64_t combine_blocks(const DecodeConfig& config, const Problem& problem) 
   if (config.cluster > 1) return 0;
   const DecodeCut cut = decode_cut(config, problem);
   const int rows = threads_of(SmallConfig{Small::combine, config.type}) / 32;
-  return ceil_div(cut.partial_tiles(problem.batch) * cut.partial_rows(), rows);
+  return ceil_div(cut.partial_places() * cut.partial_rows(), rows);
 }
 
 }  // namespace tessera::cuda

@@ -23,10 +23,12 @@ struct DecodeCut {
   std::int64_t split_queries = 0;  // a sequence of more is one block's
   std::int64_t most_splits = 1;    // blocks of a tile
   std::int64_t split_tiles = 1;    // of a sequence of split_queries
+  std::int64_t partial_tiles = 0;  // of one head tile, that the workspace has places for, if there are splits
+  bool partial_as_all = false;     // packed: each of all_tiles has one
 
   [[nodiscard]] std::int64_t blocks() const { return all_tiles * head_tiles_k * most_splits; }
-  [[nodiscard]] std::int64_t partial_tiles(std::int64_t batch) const {
-    return most_splits == 1 ? 0 : batch * split_tiles * head_tiles_k;
+  [[nodiscard]] std::int64_t partial_places() const {
+    return most_splits == 1 ? 0 : partial_tiles * head_tiles_k;
   }
   [[nodiscard]] std::int64_t partial_rows() const { return queries * heads; }
   [[nodiscard]] const Splits::Rule& rule_of(std::int64_t seqlen_q) const {
