@@ -75,6 +75,24 @@ HWY_INLINE DecodeCut decode_cut(const Problem& problem, const Sequence& sequence
   return cut;
 }
 
+// Packs take rows of the cache as a whole: they pay where these are long (NOTES.md). It is the problem that
+// decides, and the CPU, not what a task takes of it, nor the size of a page: a sequence's bits depend on
+// neither.
+HWY_INLINE bool in_packs([[maybe_unused]] const Problem& problem, [[maybe_unused]] std::int64_t rows) {
+#if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX)
+  const std::int64_t least = least_row_bytes();
+  const auto is_long = [&](const View& view, std::int64_t dim) {
+    return (problem.num_heads_k == 1 || view.head == dim) &&
+           problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least;
+  };
+  return problem.k.dtype == DType::bfloat16 && rows <= pack_rows &&
+         problem.num_heads_k * pack_width(rows) <= most_places && is_long(problem.k, problem.head_dim) &&
+         is_long(problem.v, problem.head_dim_v);
+#else
+  return false;
+#endif
+}
+
 // What a task of a sequence takes of it at most. It changes the order of the work, and no result.
 struct DecodeShare {
   std::int64_t heads, splits;
@@ -83,15 +101,35 @@ struct DecodeShare {
   static DecodeShare of(const Problem& problem, const DecodeCut& cut, std::int64_t pieces, int threads) {
     const bool adjacent = problem.k.head == problem.head_dim && problem.v.head == problem.head_dim_v;
     if (!adjacent || cut.rows > few_rows) return {1, 1};
-    std::int64_t heads =
+    const std::int64_t most =
         std::min(problem.num_heads_k, stream_task_rows / std::max<std::int64_t>(cut.rows, 1));
-    while (heads > 1 && pieces * (problem.num_heads_k / heads) < 4 * static_cast<std::int64_t>(threads))
-      heads = (heads + 1) / 2;
+    const std::int64_t heads =
+        heads_of_task(problem.num_heads_k, most, in_packs(problem, cut.rows), pieces, threads);
     const std::int64_t tasks = pieces * ((problem.num_heads_k + heads - 1) / heads);
     // Threads are not equally fast, where two share a core least of all: so they take many tasks each.
     constexpr std::int64_t tasks_of_thread = 32;
     return {heads, std::clamp<std::int64_t>(tasks / (tasks_of_thread * static_cast<std::int64_t>(threads)), 1,
                                             cut.splits.count)};
+  }
+  // Fewer than `most` where there are few pieces.
+  static std::int64_t heads_of_task(std::int64_t all, std::int64_t most, bool packs, std::int64_t pieces,
+                                    std::int64_t threads) {
+    if (threads == 1 || pieces >= 4 * threads) return most;
+    std::int64_t heads = most;
+    if (!packs) {
+      while (heads > 1 && pieces * (all / heads) < 4 * threads) heads = (heads + 1) / 2;
+      return heads;
+    }
+    // A pack of fewer heads takes as long as a fuller one for what it does once: a head more.
+    const auto time_of = [&](std::int64_t h) {
+      const std::int64_t tasks = pieces * ((all + h - 1) / h);
+      return (tasks + threads - 1) / threads * (h + 1);
+    };
+    for (std::int64_t h = most; h > 1;) {
+      h = (h + 1) / 2;
+      if (time_of(h) < time_of(heads)) heads = h;
+    }
+    return heads;
   }
   [[nodiscard]] std::int64_t tasks_of_head(const DecodeCut& cut) const {
     return (cut.splits.count + splits - 1) / splits * cut.row_blocks;

@@ -323,18 +323,6 @@ HWY_NOINLINE void stream_task_as(const DecodeWork& work, const DecodeScratch& sc
 #if TESSERA_CPU_DOTS && !defined(TESSERA_CPU_AMX)
 static_assert(most_places <= stream_task_rows &&
               most_places * col_align <= (stream_task_rows + few_rows) * DecodeScratch::few_ld);
-// Packs take rows of the cache as a whole: they pay where these are long (NOTES.md). It is the problem that
-// decides, and the CPU, not what a task takes of it, nor the size of a page: a sequence's bits depend on
-// neither.
-HWY_INLINE bool in_packs(const Problem& problem, std::int64_t rows) {
-  const std::int64_t least = least_row_bytes();
-  const auto is_long = [&](const View& view, std::int64_t dim) {
-    return (problem.num_heads_k == 1 || view.head == dim) &&
-           problem.num_heads_k * dim * static_cast<std::int64_t>(sizeof(bfloat16)) >= least;
-  };
-  return rows <= pack_rows && problem.num_heads_k * pack_width(rows) <= most_places &&
-         is_long(problem.k, problem.head_dim) && is_long(problem.v, problem.head_dim_v);
-}
 #endif
 HWY_NOINLINE void stream_task(const DecodeWork& work, const DecodeScratch& scratch) {
   with_any_type(work.problem.k.dtype, [&](auto* type) HWY_ATTR {
